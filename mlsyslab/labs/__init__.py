@@ -1,0 +1,1 @@
+"""The labs. A lab may use the shared modules, never another lab."""
