@@ -13,7 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from mlsyslab.contract import ConfigError, LabError, RunError
-from mlsyslab.records import open_run
+from mlsyslab.runs import open_run
 
 if TYPE_CHECKING:
     from mlsyslab.labs import steptime

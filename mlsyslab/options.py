@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import math
 from dataclasses import dataclass
@@ -132,3 +133,20 @@ def from_json(config_class: type[Any], values: dict[str, Any]) -> Any:
             "the file may come from a newer mlsyslab: upgrade, or remove the field"
         )
     return config_class(**{k: tuple(v) if known[k].kind == "ints" else v for k, v in values.items()})
+
+
+def add_arguments(parser: argparse._ActionsContainer, config_class: type[Any]) -> None:
+    """One command-line option for each field of a Config class."""
+    for item in options_of(config_class):
+        unit = f" [{item.unit}]" if item.unit else ""
+        shown = ",".join(map(str, item.default)) if item.kind == "ints" else item.default
+        choices = f" ({', '.join(item.choices)})" if item.choices else ""
+        text = f"{item.says}{unit}{choices}; default {shown if shown != '' else 'none'}".replace("%", "%%")
+        parser.add_argument(item.flag, dest=item.name, metavar=item.kind.upper(), help=text)
+
+
+def config_from_arguments(arguments: argparse.Namespace, base: Any) -> Any:
+    """`base` with every option that was given on the command line; raises ConfigError on a bad one."""
+    given = {item: getattr(arguments, item.name) for item in options_of(type(base))}
+    changes = {item.name: item.parse(text) for item, text in given.items() if text is not None}
+    return dataclasses.replace(base, **changes)

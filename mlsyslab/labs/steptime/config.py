@@ -118,18 +118,19 @@ class Config:
 
 PRESETS: Mapping[str, Config] = {
     "quick": Config(
-        ranks=2, steps=16, batch_size=4, workers=1, input_cost_s=0.012, compute_s=0.02, paced=True
+        ranks=2, steps=16, batch_size=4, workers=1, input_cost_s=0.012, compute_s=0.02, width=32, paced=True
     ),
     "worked_example": Config(
-        steps=24, batch_size=8, workers=1, input_cost_s=0.0375, compute_s=0.120, paced=True
+        steps=24, batch_size=8, workers=1, input_cost_s=0.0375, compute_s=0.120, width=64, paced=True
     ),
-    "compute_bound": Config(steps=20, batch_size=8, workers=1, compute_s=0.200),
+    "compute_bound": Config(steps=20, batch_size=8, workers=1, compute_s=0.200, width=64),
     "communication_bound": Config(
         ranks=2,
         steps=16,
         batch_size=4,
         workers=1,
         compute_s=0.030,
+        width=64,
         gradient_mb=64.0,
         cache="memory",
         paced=True,
@@ -137,12 +138,13 @@ PRESETS: Mapping[str, Config] = {
     "host_bound": Config(
         steps=20, batch_size=8, workers=1, compute_s=0.050, host_s=0.100, cache="memory", paced=True
     ),
-    "healthy": Config(steps=20, batch_size=8, workers=1, width=640),
+    "healthy": Config(steps=16, batch_size=8, workers=1, width=512),
     "scaling": Config(
         steps=12,
         batch_size=4,
         workers=1,
         compute_s=0.060,
+        width=64,
         gradient_mb=32.0,
         cache="memory",
         paced=True,

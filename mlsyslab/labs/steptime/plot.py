@@ -1,0 +1,249 @@
+"""The figure to show in an interview: a step's time, rank by rank and step by step, predicted beside measured."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from mlsyslab.contract import LabError, Prediction
+from mlsyslab.labs.steptime.breakdown import breakdown, per_rank
+from mlsyslab.labs.steptime.diagnose import diagnose
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from mlsyslab.runs import Run
+
+# Okabe-Ito colours, and a hatch each, so that no phase is told apart by colour alone.
+STYLE = {
+    "data_s": ("data wait", "#E69F00", "//"),
+    "h2d_s": ("copy to device", "#F0E442", ".."),
+    "forward_s": ("forward", "#56B4E9", ""),
+    "backward_s": ("backward", "#0072B2", ""),
+    "sync_s": ("exposed sync", "#CC79A7", "\\\\"),
+    "optimizer_s": ("optimizer", "#009E73", ""),
+    "other_s": ("other (host)", "#999999", "xx"),
+}
+
+
+def title_of(run: Run) -> str:
+    """The verdict as a sentence, or why there is none."""
+    try:
+        verdict = diagnose(run)
+        found = breakdown(run.records)
+    except LabError as error:
+        return str(error)
+    if verdict.cause == "unknown":
+        return f"No verdict: {verdict.reason}"
+    share = {
+        "input": found.frac("data_s", "h2d_s"),
+        "communication": found.frac("sync_s"),
+        "host": found.frac("other_s"),
+    }.get(verdict.cause, found.compute_s / found.step_s)
+    name = {
+        "input": "waiting for data",
+        "communication": "exposed communication",
+        "host": "Python between phases",
+    }.get(verdict.cause, "compute")
+    head = {
+        "healthy": "Healthy",
+        "compute": "Compute-bound",
+        "input": "Input-bound",
+        "communication": "Communication-bound",
+        "host": "Host-bound",
+    }[verdict.cause]
+    return f"{head}: {found.step_s * 1e3:.0f} ms a step, {share:.0%} of it {name}"
+
+
+def plot(run: Run, prediction: Prediction | None = None) -> Figure:
+    """Left: every step of every rank, phases stacked, warm-up pale. Right: the mean steady step, predicted (hollow)
+    beside measured (solid). The title is the verdict. The figure has a `description` attribute for alt text."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9.6, 4.0), dpi=100, facecolor="white")
+    lanes, means = figure.subplots(1, 2, width_ratios=(2.1, 1))
+    figure.subplots_adjust(left=0.07, right=0.985, top=0.80, bottom=0.24, wspace=0.16)
+    records = run.records
+    records = records[records["world"] == records["world"].max()]
+    _draw_lanes(lanes, records)
+    _draw_means(means, run, prediction)
+    marks = [
+        name
+        for name, on in (
+            ("paced compute", run.config.paced),
+            ("recorded, not measured here", run.origin == "recorded"),
+        )
+        if on
+    ]
+    figure.suptitle(
+        title_of(run) + (f"\n({'; '.join(marks)})" if marks else ""),
+        x=0.07,
+        ha="left",
+        fontsize=11.5,
+        fontweight="bold",
+    )
+    handles, labels = lanes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="lower center", ncols=7, frameon=False, fontsize=8.5)
+    figure.description = describe(run)  # type: ignore[attr-defined]
+    return figure
+
+
+def _draw_lanes(axes: Axes, records: Any) -> None:
+    import numpy as np
+
+    ranks, steps = sorted(records["rank"].unique()), sorted(records["step"].unique())
+    width = 0.86 / len(ranks)
+    for lane, rank in enumerate(ranks):
+        rows = records[records["rank"] == rank].set_index("step").reindex(steps).fillna({"warmup": False})
+        at = np.arange(len(steps)) + (lane - (len(ranks) - 1) / 2) * width
+        pale = np.where(rows["warmup"].astype(bool), 0.35, 1.0)
+        bottom = np.zeros(len(steps))
+        for name, (label, colour, hatch) in STYLE.items():
+            heights = rows[name].fillna(0).to_numpy() * 1e3
+            bars = axes.bar(at, heights, width * 0.94, bottom=bottom, color=colour, hatch=hatch, edgecolor="white", linewidth=0.3,
+                            label=label if lane == 0 else None)  # fmt: skip
+            for bar, alpha in zip(bars, pale, strict=True):
+                bar.set_alpha(alpha)
+            bottom += heights
+    axes.set(
+        xlabel="step"
+        + (
+            f" (a bar for each of ranks 0 to {ranks[-1]})"
+            if len(ranks) > 1
+            else " (pale: warm-up, not counted)"
+        ),
+        ylabel="milliseconds",
+    )
+    axes.set_xticks(
+        range(0, len(steps), max(1, len(steps) // 8)), [str(s) for s in steps[:: max(1, len(steps) // 8)]]
+    )
+    axes.set_title("every step", loc="left", fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _draw_means(axes: Axes, run: Run, prediction: Prediction | None) -> None:
+    try:
+        means = per_rank(run.records)
+    except LabError as error:
+        axes.text(
+            0.5, 0.5, str(error), wrap=True, ha="center", va="center", transform=axes.transAxes, fontsize=9
+        )
+        axes.set_axis_off()
+        return
+    import numpy as np
+
+    names = [f"rank {rank}" for rank in means.index]
+    bottom = np.zeros(len(means))
+    for name, (_, colour, hatch) in STYLE.items():
+        heights = means[name].to_numpy() * 1e3
+        axes.bar(
+            names, heights, 0.7, bottom=bottom, color=colour, hatch=hatch, edgecolor="white", linewidth=0.3
+        )
+        for x, (height, base) in enumerate(zip(heights, bottom, strict=True)):
+            if height > 0.07 * means["step_s"].max() * 1e3 and len(means) <= 4:
+                axes.text(
+                    x,
+                    base + height / 2,
+                    f"{height:.0f}",
+                    ha="center",
+                    va="center",
+                    fontsize=8.5,
+                    bbox={"fc": "white", "ec": "none", "pad": 0.8},
+                )
+        bottom += heights
+    if prediction:
+        low, expected, high = (value * 1e3 for value in prediction.values["step_s"])
+        axes.bar(["predicted"], [expected], 0.7, fill=False, edgecolor="black", linestyle="--")
+        axes.errorbar(
+            ["predicted"], [expected], [[expected - low], [high - expected]], color="black", capsize=4
+        )
+        axes.text(len(names), expected / 2, f"{expected:.0f}", ha="center", fontsize=8.5)
+    axes.set_title("mean steady step, ms", loc="left", fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def describe(run: Run) -> str:
+    """The figure in words, for people who do not see it."""
+    try:
+        found = breakdown(run.records)
+    except LabError as error:
+        return str(error)
+    shares = ", ".join(
+        f"{STYLE[name][0]} {value * 1e3:.0f} ms"
+        for name, value in found.phases_s.items()
+        if value > 0.01 * found.step_s
+    )
+    return f"{title_of(run)}. Mean steady step of {found.ranks} rank(s) over {found.steps} steps: {shares}."
+
+
+class LivePlot:
+    """The picture while a run goes on: the last steps of each rank, phases stacked; artists are kept and moved."""
+
+    STEPS = 24
+
+    def __init__(self) -> None:
+        from matplotlib.figure import Figure
+
+        self.figure = Figure(figsize=(7.2, 3.2), dpi=100, facecolor="white")
+        self.axes = self.figure.subplots()
+        self.figure.subplots_adjust(left=0.09, right=0.985, top=0.90, bottom=0.27)
+        self._rows: list[dict[str, Any]] = []
+        self._bars: dict[tuple[int, str], list[Any]] = {}
+
+    def update(self, records: list[dict[str, Any]]) -> None:
+        """Take new step records (as `Run.poll` gives them) and move the bars."""
+        if records and self._rows and records[-1]["world"] != self._rows[-1]["world"]:
+            self._rows = []
+        self._rows += records
+        if not self._rows:
+            return
+        world, last = self._rows[-1]["world"], max(row["step"] for row in self._rows)
+        first = max(0, last - self.STEPS + 1)
+        if len({rank for rank, _ in self._bars}) != world:
+            self._draw(world)
+        self._rows = [row for row in self._rows if row["step"] >= first]
+        self._move({(row["rank"], row["step"]): row for row in self._rows}, first)
+
+    def _draw(self, world: int) -> None:
+        import numpy as np
+
+        self.axes.clear()
+        width = 0.86 / world
+        for rank in range(world):
+            at = np.arange(self.STEPS) + (rank - (world - 1) / 2) * width
+            for name, (label, colour, hatch) in STYLE.items():
+                bars = self.axes.bar(at, np.zeros(self.STEPS), width * 0.94, color=colour, hatch=hatch, edgecolor="white",
+                                     linewidth=0.3, label=label if rank == 0 else None)  # fmt: skip
+                self._bars[rank, name] = list(bars)
+        self._bars = {key: bars for key, bars in self._bars.items() if key[0] < world}
+        self.axes.set(ylabel="milliseconds", xlim=(-0.7, self.STEPS - 0.3))
+        self.axes.set_xlabel(f"step (a bar for each of {world} ranks)" if world > 1 else "step")
+        self.axes.spines[["top", "right"]].set_visible(False)
+        self.figure.legends.clear()
+        self.figure.legend(
+            *self.axes.get_legend_handles_labels(), loc="lower center", ncols=7, frameon=False, fontsize=8
+        )
+
+    def _move(self, rows: dict[tuple[int, int], dict[str, Any]], first: int) -> None:
+        base: dict[tuple[int, int], float] = {}
+        for (rank, name), bars in self._bars.items():
+            for slot, bar in enumerate(bars):
+                key = (rank, first + slot)
+                height = rows[key][name] * 1e3 if key in rows else 0.0
+                bar.set_y(base.get(key, 0.0))
+                bar.set_height(height)
+                base[key] = base.get(key, 0.0) + height
+        ticks = range(0, self.STEPS, 4)
+        self.axes.set_xticks(ticks, [str(first + tick) for tick in ticks])
+        self.axes.set_ylim(0, 1.15 * max(base.values(), default=1.0))
+        latest = max(rows.values(), key=lambda row: row["step"])
+        self.axes.set_title(
+            f"step {latest['step']}: {latest['step_s'] * 1e3:.0f} ms, {latest['data_s'] / latest['step_s']:.0%} data wait",
+            loc="left",
+            fontsize=10,
+        )
+
+
+def live_plot() -> LivePlot:
+    """A new live picture for the panel."""
+    return LivePlot()

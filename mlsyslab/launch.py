@@ -1,0 +1,368 @@
+"""Ranks as processes: start them, watch them, stop them; the caller's side.
+
+The caller never imports torch for it: ranks fork from a warm server (`mlsyslab.warm`) that is started once per
+process and has torch imported already. What ranks say goes through the run directory, so a live run, a crashed run
+and a run under torchrun are read in the same way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from mlsyslab.contract import LabError, RunError
+from mlsyslab.devicelock import DeviceLock, Turn
+from mlsyslab.ranks import RankContext, init_process_group, rank_context
+from mlsyslab.records import read_json, write_json
+
+__all__ = ["RankContext", "RankJob", "call", "init_process_group", "rank_context", "start", "warm_up"]
+
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+LAST_LINES = 6
+
+
+class WarmServer:
+    """The caller's handle on its `mlsyslab.warm` process."""
+
+    def __init__(self) -> None:
+        self.owner = os.getpid()
+        self.events: dict[str, queue.SimpleQueue[dict[str, Any]]] = {}
+        self.broken = ""
+        self._write = threading.Lock()
+        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  lives as long as the server
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "mlsyslab.warm"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            env={
+                **os.environ,
+                **ONE_THREAD,
+                "PYTHONPATH": os.pathsep.join(
+                    filter(None, [_package_parent(), os.environ.get("PYTHONPATH", "")])
+                ),
+            },
+        )
+        threading.Thread(target=self._listen, name="mlsyslab-warm", daemon=True).start()
+
+    def _listen(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            event = json.loads(line)
+            if event["event"] == "broken":
+                self.broken = event["message"]
+            waiting = self.events.get(event.get("job", ""))
+            if waiting:
+                waiting.put(event)
+        self.process.wait()
+        self.broken = (
+            self.broken or f"the rank server ended with code {self.process.returncode}: {self._last_error()}"
+        )
+        for waiting in list(self.events.values()):
+            waiting.put({"event": "broken", "message": self.broken})
+
+    def _last_error(self) -> str:
+        self._errors.seek(0)
+        lines = self._errors.read().decode(errors="replace").strip().splitlines()
+        return lines[-1] if lines else "no message"
+
+    @property
+    def usable(self) -> bool:
+        return self.process.poll() is None and self.owner == os.getpid()
+
+    def send(self, request: dict[str, Any]) -> None:
+        assert self.process.stdin is not None
+        try:
+            with self._write:
+                self.process.stdin.write((json.dumps(request) + "\n").encode())
+                self.process.stdin.flush()
+        except OSError as error:
+            raise RunError(f"cannot start ranks: {self.broken or error}; run `mlsyslab doctor`") from error
+
+    def close(self) -> None:
+        """End the server and every rank with it."""
+        with contextlib.suppress(OSError):
+            assert self.process.stdin is not None
+            self.process.stdin.close()
+        self.process.wait(timeout=10)
+
+
+def _package_parent() -> str:
+    return str(Path(__file__).resolve().parent.parent)
+
+
+_server: WarmServer | None = None
+_server_lock = threading.Lock()
+
+
+def warm_up() -> WarmServer:
+    """The warm server of this process, started if it is not running; returns before torch is imported there."""
+    global _server  # noqa: PLW0603  one server a process is the point
+    with _server_lock:
+        if _server is None or not _server.usable:
+            _server = WarmServer()
+        return _server
+
+
+def shut_down() -> None:
+    """End the warm server of this process, and with it every rank."""
+    global _server  # noqa: PLW0603
+    with _server_lock:
+        if _server is not None and _server.owner == os.getpid():
+            _server.close()
+        _server = None
+
+
+class Ranks:
+    """One group of rank processes. `wait` returns when all have ended, and raises RunError if one failed."""
+
+    def __init__(
+        self, worker: str, payload: dict[str, Any], out: Path, world: int, env: dict[str, str] | None = None
+    ) -> None:
+        self.out, self.world, self.name = out, world, uuid.uuid4().hex
+        self.exits: list[dict[str, Any]] = []
+        self.server = warm_up()
+        self._events: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self.server.events[self.name] = self._events
+        self.server.send(
+            {
+                "op": "run",
+                "job": self.name,
+                "worker": worker,
+                "config": payload,
+                "out": str(out.resolve()),
+                "world": world,
+                "env": env or {},
+                "path": [entry for entry in sys.path if entry],
+            }
+        )
+
+    def stop(self) -> None:
+        """SIGTERM to every rank, SIGKILL shortly after."""
+        with contextlib.suppress(RunError):
+            self.server.send({"op": "stop", "job": self.name})
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """True when every rank ended well, False when they were stopped."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        try:
+            while True:
+                left = None if deadline is None else max(0.0, deadline - time.monotonic())
+                try:
+                    event = self._events.get(timeout=left)
+                except queue.Empty:
+                    self.stop()
+                    self._drain()
+                    raise RunError(
+                        f"the ranks did not finish within {timeout_s:g} s and were stopped; raise the limit or run fewer steps"
+                    ) from None
+                if event["event"] in ("broken", "nofork"):
+                    raise RunError(f"{event['message']}; run `mlsyslab doctor`")
+                if event["event"] == "exit":
+                    self.exits.append(event)
+                if event["event"] == "end":
+                    return self._verdict(event)
+        finally:
+            self.server.events.pop(self.name, None)
+
+    def _drain(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while self._events.get(timeout=3)["event"] not in ("end", "broken"):
+                pass
+
+    def _verdict(self, end: dict[str, Any]) -> bool:
+        interrupted = any(event["code"] in (130, 143) and not event["ours"] for event in self.exits)
+        if end["stopped"] or (interrupted and not list(self.out.glob("error-*.json"))):
+            return False
+        if end["failed"]:
+            raise RunError(explain_failure(self.out, self.world, self.exits))
+        return True
+
+
+def explain_failure(out: Path, world: int, exits: Sequence[dict[str, Any]]) -> str:
+    """One message for a failed group: which rank, what it raised or which signal ended it, its last lines.
+
+    exits: {"rank", "code", "ours"} in the order of ending; `ours` marks ranks that we stopped afterwards.
+    A peer that only lost its connection is a consequence, never named as the cause.
+    """
+    errors = {rank: error for rank in range(world) if (error := read_json(out / f"error-{rank}.json"))}
+    killed = [event for event in exits if event["code"] < 0 and not event["ours"]]
+    if killed:
+        rank, signal_number = killed[0]["rank"], -killed[0]["code"]
+        return f"rank {rank} was killed by {_signal_name(signal_number)}{_signal_hint(signal_number)}; last lines: {last_lines(out, rank)}"
+    causes = {rank: error for rank, error in errors.items() if not error["peer_lost"]} or errors
+    if not causes:
+        codes = ", ".join(f"rank {event['rank']} exit {event['code']}" for event in exits)
+        return f"the ranks ended without an error message ({codes}); see rank-*.log in the run directory"
+    rank, error = min(causes.items(), key=lambda item: item[1]["time_s"])
+    if error["timeout"]:
+        absent = sorted(event["rank"] for event in exits if event["ours"] and event["rank"] not in errors)
+        who = (
+            f"rank {', '.join(map(str, absent))} did not arrive"
+            if absent
+            else "the ranks waited for each other in different collectives"
+        )
+        return f"a collective timed out: {who} (rank {rank} waited: {error['message']})"
+    if error["for_people"]:
+        return str(error["message"])
+    return f"rank {rank} failed: {error['type']}: {error['message']}; last lines: {last_lines(out, rank)}"
+
+
+def _signal_name(number: int) -> str:
+    import signal
+
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _signal_hint(number: int) -> str:
+    return {
+        9: " (by hand, or by the kernel when memory ran out: see dmesg, lower batch_size or workers)",
+        7: " (shared memory is too small: raise /dev/shm, e.g. docker --shm-size=1g, or set workers=0)",
+        6: " (an abort inside a library, often mismatched shapes in a collective)",
+    }.get(number, "")
+
+
+def last_lines(out: Path, rank: int) -> str:
+    """The end of what the rank printed, on one line."""
+    try:
+        text = (out / f"rank-{rank}.log").read_text(errors="replace")
+    except OSError:
+        return "none"
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return " | ".join(lines[-LAST_LINES:])[-800:] or "none"
+
+
+class RankJob:
+    """An experiment under way: queue for the device, run each world size in turn, keep status.json true."""
+
+    def __init__(
+        self,
+        worker: str,
+        payload: dict[str, Any],
+        out: Path,
+        worlds: Sequence[int],
+        *,
+        device: str,
+        what: str,
+        prepare: Callable[[], None] | None = None,
+    ) -> None:
+        self.worker, self.payload, self.out, self.worlds = worker, payload, out, tuple(worlds)
+        self.lock = DeviceLock(device, what)
+        self._prepare = prepare
+        self._cancel = threading.Event()
+        self._ranks: Ranks | None = None
+        self._guard = threading.Lock()
+        self._status("queued", "waiting for the device")
+        self._thread = threading.Thread(target=self._drive, name="mlsyslab-run", daemon=True)
+        self._thread.start()
+
+    def _status(self, state: str, message: str, **more: Any) -> None:
+        who = {"pid": os.getpid(), "host": socket.gethostname(), "time_s": time.time()}
+        write_json(self.out / "status.json", {"state": state, "message": message, **who, **more})
+
+    def _waiting(self, turn: Turn) -> None:
+        self._status("queued", f"waiting behind {turn.holder}", position=turn.position, holder=turn.holder)
+
+    def _drive(self) -> None:
+        try:
+            ended = self._run()
+        except LabError as error:
+            ended = ("failed", "the run failed", str(error))
+        except Exception as error:  # a bug of ours must end the run with its name, not hang the panel
+            ended = ("failed", "the run failed", f"{type(error).__name__}: {error}")
+        finally:
+            self.lock.release()
+        with contextlib.suppress(LabError):  # a full disk cannot take the last word either
+            self._status(ended[0], ended[1], error=ended[2])
+        self.ended = ended
+
+    ended: tuple[str, str, str] | None = None
+
+    def _run(self) -> tuple[str, str, str]:
+        stopped = ("stopped", "stopped by request; what was recorded stays readable", "")
+        if not self.lock.acquire(self._waiting, self._cancel):
+            return stopped
+        if self._prepare:
+            self._status("preparing", "measuring this machine")
+            self._prepare()
+        for world in self.worlds:
+            self._status("running", f"{world} rank{'s' if world > 1 else ''}", world=world)
+            with self._guard:
+                if self._cancel.is_set():
+                    return stopped
+                self._ranks = Ranks(self.worker, self.payload, self.out, world)
+            if not self._ranks.wait():
+                return stopped
+        return ("done", "finished", "")
+
+    def stop(self) -> None:
+        """Ask for the end; `wait` tells when it has come."""
+        with self._guard:
+            self._cancel.set()
+            if self._ranks:
+                self._ranks.stop()
+
+    @property
+    def finished(self) -> bool:
+        return not self._thread.is_alive()
+
+    def wait(self, timeout_s: float | None) -> None:
+        """Raises RunError when the time is over; the run is then stopped. Ctrl-C stops it too."""
+        try:
+            self._thread.join(timeout_s)
+        except KeyboardInterrupt:
+            self.stop()
+            self._thread.join(5)
+            raise
+        if self._thread.is_alive():
+            self.stop()
+            self._thread.join(5)
+            raise RunError(
+                f"the run did not finish within {timeout_s:g} s and was stopped; raise timeout_s or lower steps"
+            )
+
+
+def start(
+    worker: str,
+    payload: dict[str, Any],
+    out: Path,
+    worlds: Sequence[int],
+    *,
+    device: str,
+    what: str,
+    prepare: Callable[[], None] | None = None,
+) -> RankJob:
+    """Run `worker` ("package.module:function") in `worlds[0]` ranks, then in `worlds[1]`, ...; returns at once.
+
+    The worker gets (payload: dict, out: Path). device is what the experiment needs for itself ("cpu", "cuda:0").
+    `prepare` runs once the device is ours.
+    """
+    return RankJob(worker, payload, out, worlds, device=device, what=what, prepare=prepare)
+
+
+def call(worker: str, payload: dict[str, Any], *, ranks: int = 1, timeout_s: float = 60.0) -> list[Any]:
+    """Run `worker` in `ranks` processes and return what each returned (JSON values; None for nothing).
+
+    Raises RunError that names the rank which failed.
+    """
+    with tempfile.TemporaryDirectory(prefix="mlsyslab-call-") as folder:
+        out = Path(folder)
+        if not Ranks(worker, payload, out, ranks).wait(timeout_s):
+            raise RunError("the ranks were interrupted; run it again")
+        results = [out / f"result-{rank}.json" for rank in range(ranks)]
+        return [json.loads(path.read_text()) if path.exists() else None for path in results]

@@ -1,0 +1,1 @@
+"""What the live panel of `mlsyslab.teach.explore` is made of."""
