@@ -243,7 +243,7 @@ def last_lines(out: Path, rank: int) -> str:
         text = (out / f"rank-{rank}.log").read_text(errors="replace")
     except OSError:
         return "none"
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    lines = [line.strip() for line in text.splitlines() if line.strip(" ^~")]
     return " | ".join(lines[-LAST_LINES:])[-800:] or "none"
 
 

@@ -25,7 +25,7 @@ import math
 import os
 import time
 import warnings
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -275,7 +275,8 @@ class StepTimer:
         self._marks: list[Any] | None = None  # the running step's, None between steps
         self._step: _Step | None = None
         self._pending: deque[_Step] = deque()
-        self._steps = self._forwards = self._awaited = self._backwards = self._updates = 0
+        self._steps = 0
+        self._forwards = self._awaited = self._backwards = self._updates = False
         self._cpu_s, self._due_s = 0.0, 0.0
         self._waited_s: float | None = None
         self._in_backward = self._closed = False
@@ -297,10 +298,7 @@ class StepTimer:
         done, step = 0, None
         try:
             while steps is None or done < steps:
-                self._refuse_closed()
-                self._abandon()
-                step = self._step = _Step(self._steps, done == 0 or self._steps < self.warmup, self._stamp())
-                self._marks, self._in_backward = step.marks, False
+                step = self._begin(first=done == 0)
                 try:
                     # No local name for the batch: it would keep the batch alive while the next one is fetched.
                     yield self._fetch(batches, None if done else started_s)
@@ -313,6 +311,16 @@ class StepTimer:
             if self._step is step:
                 self._abandon()
             self._resolve()
+
+    def _begin(self, *, first: bool) -> _Step:
+        if self._closed:
+            self._refuse_closed()
+        if self._step is not None:
+            self._abandon()
+        number = self._steps
+        self._step = step = _Step(number, first or number < self.warmup, self._stamp())
+        self._marks, self._in_backward = step.marks, False
+        return step
 
     def _refuse_closed(self) -> None:
         if self._closed:
@@ -414,16 +422,15 @@ class StepTimer:
     def _on_output(self, module: object, args: object, output: Any) -> None:
         if self._marks is None:
             return
-        self._forwards += 1
+        self._forwards = True
         # A hook on the tensors, not a full backward hook: that one copies each output, and misses dicts.
         for tensor in (output,) if getattr(output, "requires_grad", False) else _differentiable(output):
-            self._awaited += 1
-            tensor.register_hook(self._on_backward)
+            self._awaited = True
+            _hook_gradient(tensor, self._on_backward)
 
     def _on_backward(self, gradient: object) -> None:
         if self._marks is not None and not self._in_backward:
-            self._backwards += 1
-            self._in_backward = True
+            self._backwards = self._in_backward = True
             self._mark("backward_s")
             self._after_backward(self._on_last_gradient)
 
@@ -439,7 +446,7 @@ class StepTimer:
         self._mark("other_s")
 
     def _on_optimizer(self, *_: object) -> None:
-        self._updates += 1
+        self._updates = True
         self._mark("optimizer_s")
 
     def _on_updated(self, *_: object) -> None:
@@ -566,6 +573,16 @@ def _open(out: str | Path, rank: int) -> _Lines:
     if used:
         raise ConfigError(f"{path} holds the steps of an earlier run; choose another folder with out=")
     return _Lines(path)
+
+
+def _hook_gradient(tensor: Any, hook: Callable[[Any], None]) -> None:
+    """`tensor.register_hook(hook)` without the handle, which nobody keeps and which is half of its cost."""
+    node = tensor.grad_fn
+    if node is None or tensor._backward_hooks is not None or not hasattr(node, "_register_hook_dict"):
+        tensor.register_hook(hook)
+    else:  # what register_hook itself does (torch/_tensor.py); handles count from 0
+        tensor._backward_hooks = OrderedDict([(-1, hook)])
+        node._register_hook_dict(tensor)
 
 
 def _differentiable(output: Any) -> Iterator[Any]:

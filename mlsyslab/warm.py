@@ -73,6 +73,14 @@ def load(worker: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
+def headline(error: BaseException) -> str:
+    """The first line of what an exception says; of one that a loader worker passed on, the worker's own line."""
+    lines = [line for line in str(error).strip().splitlines() if line.strip()] or [type(error).__name__]
+    if not lines[0].startswith("Caught "):
+        return lines[0]
+    return lines[-1].partition(": ")[2] or lines[-1]
+
+
 def run_rank(request: dict[str, Any], rank: int) -> int:
     """The life of one rank: call the worker, keep its result or its error, return the exit code."""
     out = Path(request["out"])
@@ -83,12 +91,12 @@ def run_rank(request: dict[str, Any], rank: int) -> int:
     except SystemExit as exit_:
         return int(exit_.code or 0) if isinstance(exit_.code, int) or exit_.code is None else 1
     except BaseException as error:
-        text = str(error).strip() or type(error).__name__
+        text = headline(error)
         late = "imed out" in text or "imeout" in type(error).__name__
         report = {
             "rank": rank,
             "type": type(error).__name__,
-            "message": text.splitlines()[0][:600],
+            "message": text[:600],
             "for_people": isinstance(error, LabError),
             "timeout": late,
             "peer_lost": "onnection closed" in text or "onnection reset" in text or "roken pipe" in text,
@@ -96,7 +104,10 @@ def run_rank(request: dict[str, Any], rank: int) -> int:
         }
         with contextlib.suppress(LabError):
             write_json(out / f"error-{rank}.json", report)
-        traceback.print_exc()
+        own = (
+            error.__traceback__.tb_next if error.__traceback__ else None
+        )  # our own frame tells nobody anything
+        traceback.print_exception(error.with_traceback(own))
         return 1
     return 0
 
@@ -267,7 +278,7 @@ def main() -> int:
         return 1
     emit(event="ready", pid=os.getpid())
     Server().serve()
-    return 0
+    os._exit(0)  # tearing torch down takes seconds, and nothing here needs it
 
 
 if __name__ == "__main__":

@@ -118,7 +118,7 @@ class Panel(Board):
     # ---- prediction
     def predict(self, **values: float) -> None:
         """Lock a prediction in, each value in its key's own unit (seconds, fractions); raises ConfigError."""
-        with self._turn("predict", "verdict"):
+        with self._turn(*IDLE):
             asked = {quantity.key: quantity for quantity in self.quantities}
             if set(values) != set(asked):
                 raise ConfigError(

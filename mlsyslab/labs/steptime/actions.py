@@ -34,18 +34,18 @@ def kind_of(chosen: Finding, facts: Facts) -> str:
 
 
 def parts_of(facts: Facts) -> Parts:
-    """The measured step as the predictor's five numbers, for what-if arithmetic on this very run."""
+    """The measured step as the predictor's five numbers, for what-if arithmetic on this very run.
+
+    Where the loader is the limit it sets the pace: load_s is the step. What one rank waits for another is left
+    out of sync_s, since it goes away with its reason.
+    """
     step, workers = facts.step, facts.config.workers
-    device_s = step.step_s - step.phases_s["data_s"]
-    load_s = (
-        device_s + step.data_worst_s
-        if step.data_worst_s > WAIT_FRAC * step.step_s
-        else (facts.load_s or 0.0) / max(workers, 1)
-    )
+    starved = step.data_worst_s > WAIT_FRAC * step.step_s
+    ahead_s = step.step_s if starved else (facts.load_s or 0.0) / max(workers, 1)
     return Parts(
-        load_s=step.data_worst_s if workers == 0 else load_s,
+        load_s=ahead_s if workers else step.data_worst_s,
         compute_s=step.compute_s + step.phases_s["h2d_s"],
-        sync_s=step.phases_s["sync_s"],
+        sync_s=step.transfer_s,
         host_s=step.phases_s["other_s"],
         cores_s=0.0,
         cores=1.0,

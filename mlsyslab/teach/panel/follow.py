@@ -12,6 +12,9 @@ from mlsyslab.contract import LabError, RunError
 from mlsyslab.teach.panel.picture import png
 
 FRAME_S = 0.125  # 8 pictures a second at most
+DRAWING_FRAC = (
+    0.2  # of a core at most: a picture that costs more comes less often, since it disturbs what it shows
+)
 
 
 class Pace:
@@ -61,6 +64,7 @@ def follow(
     """Poll and draw until the run is over. show(png, alt text) gets each new picture, tell(pace, status) each look."""
     over, drawn = False, False
     while not over:
+        began = time.thread_time()
         over = run.finished  # asked before poll, so that the last records are still drawn
         records = run.poll()
         pace.see(records, run.progress, time.monotonic())
@@ -73,7 +77,12 @@ def follow(
             drawn = True
         tell(pace, run.status)
         if not over:
-            time.sleep(FRAME_S)
+            time.sleep(pause_s(time.thread_time() - began))
+
+
+def pause_s(drawing_s: float) -> float:
+    """Seconds to wait after a picture that took `drawing_s` of CPU time."""
+    return max(FRAME_S, drawing_s * (1 / DRAWING_FRAC - 1))
 
 
 class Driver:

@@ -90,7 +90,7 @@ class Parts:
         self.error = _html("mls-error", width="100%", min_height="28px")
         self.picture = _html("mls-picture", width="100%")
         self.picture.value = image_html(b"", "No run yet: the picture of the run appears here")
-        self.table = _html("mls-table-box", width="100%", min_height="150px")
+        self.table = _html("mls-table-box", width="100%", min_height="190px")
         self.cause = self._choice("cause", "mls-cause", names["causes"])
         self.where = self._choice("where", "mls-where", names["wheres"])
         self.owner = self._choice("who acts first", "mls-owner", names["owners"], "90px")
@@ -120,7 +120,7 @@ class Parts:
         choice = widgets.Dropdown(
             options=[CHOOSE, *options],
             description=label,
-            layout=widgets.Layout(width="250px" if label_width != "45px" else "200px"),
+            layout=widgets.Layout(width="175px" if label_width == "45px" else "225px"),
             style={"description_width": label_width},
         )
         choice.add_class(name)

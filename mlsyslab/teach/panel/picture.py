@@ -40,7 +40,7 @@ class StepLines:
 
         self.key = key
         self.figure = Figure(figsize=(WIDTH / DPI, HEIGHT / DPI), dpi=DPI, facecolor="white")
-        self._axes = self.figure.add_axes((0.07, 0.14, 0.83, 0.74))
+        self._axes = self.figure.add_axes((0.07, 0.14, 0.80, 0.74))
         self._axes.set(xlabel="step", ylabel="ms", title="Time of each step, rank by rank")
         self._axes.grid(alpha=0.3)
         self._lines: dict[int, Any] = {}
@@ -80,13 +80,15 @@ class StepLines:
 
 
 def png(figure: Figure, *, dpi: float | None = None) -> bytes:
-    """The figure as PNG. compress_level=1 halves the time and costs a third more bytes."""
+    """The figure as PNG, on white. Without `dpi` by the short way, which draws once where savefig draws twice."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     buffer = io.BytesIO()
-    FigureCanvasAgg(figure)
-    fast = {"compress_level": 1}
-    figure.savefig(buffer, format="png", dpi=dpi or figure.dpi, facecolor="white", pil_kwargs=fast)
+    canvas = FigureCanvasAgg(figure)
+    if dpi is None:
+        canvas.print_png(buffer, pil_kwargs={"compress_level": 1})  # half the time, a third more bytes
+    else:
+        figure.savefig(buffer, format="png", dpi=dpi, facecolor="white")
     return buffer.getvalue()
 
 
@@ -95,7 +97,7 @@ def image_html(data: bytes, alt: str) -> str:
     source = f"data:image/png;base64,{base64.b64encode(data).decode()}" if data else blank_source()
     return (
         f'<img class="mls-live" width="{WIDTH}" height="{HEIGHT}" alt="{escape(alt, quote=True)}" '
-        f'style="width:{WIDTH}px;max-width:100%;height:auto;object-fit:contain;background:white" src="{source}">'
+        f'style="width:{WIDTH}px;max-width:100%;height:auto;object-fit:contain;background:white;outline:1px solid #bdbdbd;outline-offset:-1px" src="{source}">'
     )
 
 

@@ -48,7 +48,7 @@ def action_words(action: Action) -> str:
     share = Quantity.named("gain_frac").show_range(gain) if gain else ""
     promises = [f"{share} of the step saved" if share else "", f"a step of {step}" if step else ""]
     promised = ", ".join(part for part in promises if part)
-    return f"{action.says}{f' (promised: {promised})' if promised else ''}"
+    return f"{action.says.rstrip('.')}{f' (promised: {promised})' if promised else ''}"
 
 
 def verdict_html(diagnosis: Diagnosis, answer: Mapping[str, str]) -> str:

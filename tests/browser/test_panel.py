@@ -1,0 +1,263 @@
+"""The panel in a real JupyterLab: what a learner sees and does, and what must not happen on the way."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from driver import (
+    TIMEOUT_MS,
+    open_notebook,
+    reload_notebook,
+    restart_kernel,
+    run_all,
+    run_cell,
+    set_theme,
+    source,
+    wait_enabled,
+    wait_for_new_picture,
+)
+
+pytestmark = pytest.mark.browser
+
+FAKE = Path(__file__).parents[1] / "fakelab.py"
+FAKE_PANEL = "import fakelab\nfrom mlsyslab.teach.explore import explore\npanel = explore(fakelab, {})\npanel"
+ENDLESS = FAKE_PANEL.format("fakelab.Config(endless=True, steps=1000)")
+STEPTIME = """from dataclasses import replace
+from mlsyslab import steptime
+from mlsyslab.teach.explore import explore
+panel = explore(steptime, replace(steptime.PRESETS["quick"], steps=5000))
+panel"""
+GONE_WITHIN_S = 3.0
+READ = (".mls-title", ".mls-badge", ".mls-status", ".mls-table td", ".mls-small", ".mls-verdict li")
+# Heights of the picture, and how far the table is below the top of the panel, at every animation frame.
+WATCH = """() => { window.seen = new Set(); const look = () => {
+  const box = document.querySelector('.mls-panel'), image = box?.querySelector('img.mls-live'), table = box?.querySelector('.mls-table');
+  if (image && table) window.seen.add([image.getBoundingClientRect().height,
+    Math.round(table.getBoundingClientRect().top - box.getBoundingClientRect().top), box.scrollHeight].join());
+  requestAnimationFrame(look); }; look(); }"""
+# Contrast of an element's text with what is behind it (WCAG: 4.5 is readable).
+CONTRAST = """selector => {
+  const rgb = text => text.match(/[\\d.]+/g).map(Number);
+  const light = ([r, g, b]) => { const f = v => (v /= 255) <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
+    return 0.2126 * f(r) + 0.7152 * f(g) + 0.0722 * f(b); };
+  let element = document.querySelector(selector), behind = element;
+  while (behind && (rgb(getComputedStyle(behind).backgroundColor)[3] === 0)) behind = behind.parentElement;
+  const [a, b] = [light(rgb(getComputedStyle(element).color)), light(rgb(getComputedStyle(behind).backgroundColor))];
+  return (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05); }"""
+
+
+def show(page: Any, lab: Any, name: str, *cells: str) -> None:
+    """Open a notebook and run it."""
+    open_notebook(page, lab, lab.notebook(name, *cells, beside=(FAKE,)))
+    run_all(page)
+    page.locator(".mls-panel").wait_for()
+
+
+def guess(page: Any, step_ms: str, data_percent: str) -> None:
+    page.locator(".mls-predict-step_s input").fill(step_ms)
+    page.locator(".mls-predict-data_frac input").fill(data_percent)
+    page.locator("button.mls-lock").click()
+    wait_enabled(page, "button.mls-run")
+
+
+def choose(page: Any, cause: str, where: str, owner: str) -> None:
+    for name, value in (("cause", cause), ("where", where), ("owner", owner)):
+        page.locator(f".mls-{name} select").select_option(value)
+    page.locator("button.mls-check").click()
+
+
+def start(page: Any) -> str:
+    """Press Run; returns once a first picture is there."""
+    before = source(page)
+    page.locator("button.mls-run").click()
+    wait_for_new_picture(page, before)
+    return source(page)
+
+
+def stop(page: Any) -> None:
+    page.locator("button.mls-stop").click()
+    wait_enabled(page, "button.mls-run")
+
+
+def words(page: Any, selector: str) -> str:
+    return str(page.locator(selector).inner_text())
+
+
+def wait_for_words(page: Any, selector: str, pattern: str) -> None:
+    page.wait_for_function(
+        "([selector, pattern]) => new RegExp(pattern).test(document.querySelector(selector)?.innerText ?? '')",
+        arg=[selector, pattern],
+        timeout=TIMEOUT_MS,
+    )
+
+
+def test_a_round_slider_prediction_run_stop_verdict(page: Any, lab: Any) -> None:
+    show(page, lab, "round.ipynb", ENDLESS)
+    assert page.locator("button.mls-run").is_disabled()
+    page.locator(".mls-knob-ranks .noUi-handle").focus()
+    page.keyboard.press("ArrowRight")
+    wait_for_words(page, ".mls-knob-ranks", "3")
+    guess(page, "300", "60")
+    page.evaluate(WATCH)
+    first = start(page)
+    assert page.locator("button.mls-lock").is_disabled()
+    wait_for_words(page, ".mls-words", r"step ([5-9]|\d\d) of 1000")
+    wait_for_new_picture(page, first)
+    assert "rank 2" in page.locator("img.mls-live").get_attribute("alt")
+    stop(page)
+    assert words(page, ".mls-status").startswith("Stopped")
+    assert "step" in words(page, ".mls-table")
+    assert "waits for data" not in words(page, ".mls-panel")
+    choose(page, "input", "every rank", "networking")
+    wait_enabled(page, "button.mls-apply")
+    verdict = words(page, ".mls-verdict")
+    assert "60 % of the step waits for data." in verdict
+    assert "who acts first: you said networking; the library says storage/data" in verdict
+    seen = page.evaluate("() => [...window.seen].map(s => s.split(',').slice(0, 2).join())")
+    assert len(set(seen)) == 1, f"the picture or the table moved: {seen}"
+
+
+def test_the_panel_does_not_grow_or_shrink_while_it_runs(page: Any, lab: Any) -> None:
+    show(page, lab, "still.ipynb", FAKE_PANEL.format('"worked_example"'))
+    guess(page, "300", "60")
+    page.evaluate(WATCH)
+    start(page)
+    wait_enabled(page, "button.mls-check")
+    seen = page.evaluate("() => [...window.seen]")
+    assert len(seen) == 1, f"picture height, place of the table, height of the panel: {seen}"
+
+
+def test_run_works_by_keyboard_alone(page: Any, lab: Any) -> None:
+    show(page, lab, "keyboard.ipynb", FAKE_PANEL.format('"quick"'))
+    page.locator("button.mls-skip").focus()
+    page.keyboard.press("Space")
+    wait_enabled(page, "button.mls-run")
+    page.locator("button.mls-run").focus()
+    page.keyboard.press("Enter")
+    wait_enabled(page, "button.mls-reveal")
+    page.locator("button.mls-reveal").focus()
+    page.keyboard.press("Enter")
+    wait_for_words(page, ".mls-verdict", "waits for data")
+
+
+def test_a_failing_run_is_one_sentence_in_the_panel(page: Any, lab: Any) -> None:
+    show(page, lab, "fails.ipynb", FAKE_PANEL.format('fakelab.Config(fault="run")'))
+    page.locator("button.mls-skip").click()
+    wait_enabled(page, "button.mls-run")
+    page.locator("button.mls-run").click()
+    wait_for_words(page, ".mls-error", "rank 1 failed: ValueError: no JPEG")
+    assert page.locator("[role=alert]").count() == 1
+    wait_enabled(page, "button.mls-run")
+
+
+def test_stop_works_while_another_cell_keeps_the_kernel_busy(page: Any, lab: Any) -> None:
+    """The click waits for the cell (ipykernel 7.4), and then the run ends, once."""
+    busy = "import threading\nrelease = threading.Event()\nthreading.Timer(4, release.set).start()\n_ = release.wait(60)"
+    show(page, lab, "busy.ipynb", ENDLESS, "1", "len(fakelab.started)")
+    page.locator("button.mls-skip").click()
+    wait_enabled(page, "button.mls-run")
+    first = start(page)
+    page.evaluate(
+        "code => window.jupyterapp.shell.currentWidget.content.widgets[1].model.sharedModel.setSource(code)",
+        busy,
+    )
+    run_cell(page, 1, wait=False)
+    wait_for_new_picture(page, first)
+    stop(page)
+    assert words(page, ".mls-status").startswith("Stopped")
+    run_cell(page, 2)
+    assert words(page, ".jp-Cell:nth-of-type(3) .jp-OutputArea-output").strip() == "1"
+
+
+def test_blocking_mode_shows_pictures_in_the_cell_that_runs(page: Any, lab: Any) -> None:
+    cell = "import fakelab\nfrom mlsyslab.teach.explore import explore\nexplore(fakelab, wait=True).run() and None"
+    open_notebook(page, lab, lab.notebook("blocking.ipynb", cell, beside=(FAKE,)))
+    run_cell(page, 0, wait=False)
+    page.locator("img.mls-live").wait_for()
+    wait_for_words(page, ".mls-words", r"step \d+ of 12")
+    wait_for_new_picture(page, source(page))
+    wait_enabled(page, "button.mls-check")
+
+
+def test_a_reload_in_mid_run_keeps_panel_picture_and_stop(page: Any, lab: Any) -> None:
+    show(page, lab, "reload.ipynb", ENDLESS)
+    page.locator("button.mls-skip").click()
+    wait_enabled(page, "button.mls-run")
+    start(page)
+    reload_notebook(page, lab, "reload.ipynb")
+    page.locator("img.mls-live").wait_for()
+    wait_for_new_picture(page, source(page))
+    stop(page)
+    assert words(page, ".mls-status").startswith("Stopped")
+
+
+def test_scrolled_away_and_back_the_picture_still_moves(page: Any, lab: Any) -> None:
+    lab.set_windowing("full")
+    try:
+        show(page, lab, "scroll.ipynb", ENDLESS, *["print('line\\n' * 60)"] * 8)
+        page.evaluate("() => window.jupyterapp.shell.currentWidget.content.scrollToItem(0)")
+        page.locator("button.mls-skip").click()
+        wait_enabled(page, "button.mls-run")
+        start(page)
+        page.evaluate("() => window.jupyterapp.shell.currentWidget.content.scrollToItem(8)")
+        page.wait_for_function(
+            "() => { const p = document.querySelector('.mls-panel'); return !p || p.getBoundingClientRect().bottom < 0; }"
+        )
+        page.evaluate("() => window.jupyterapp.shell.currentWidget.content.scrollToItem(0)")
+        page.locator("img.mls-live").wait_for()
+        wait_for_new_picture(page, source(page))
+        stop(page)
+    finally:
+        lab.set_windowing("none")
+
+
+def test_text_is_readable_in_light_and_dark(page: Any, lab: Any) -> None:
+    show(page, lab, "theme.ipynb", FAKE_PANEL.format('"quick"'))
+    page.locator("button.mls-skip").click()
+    wait_enabled(page, "button.mls-run")
+    page.locator("button.mls-run").click()
+    wait_enabled(page, "button.mls-reveal")
+    page.locator("button.mls-reveal").click()
+    wait_for_words(page, ".mls-verdict", "waits for data")
+    try:
+        for theme in ("JupyterLab Dark", "JupyterLab Light"):
+            set_theme(page, theme)
+            for selector in READ:
+                assert page.evaluate(CONTRAST, selector) >= 4.5, f"{selector} in {theme}"
+    finally:
+        set_theme(page, "JupyterLab Light")
+
+
+# ---- with real ranks
+def test_the_step_time_lab_runs_stops_and_gives_its_verdict(page: Any, lab: Any) -> None:
+    show(page, lab, "steptime.ipynb", STEPTIME)
+    guess(page, "50", "50")
+    first = start(page)
+    wait_for_words(page, ".mls-words", r"step \d\d+ of 5000")
+    wait_for_new_picture(page, first)
+    stop(page)
+    assert words(page, ".mls-error") == ""
+    choose(page, "input", "every rank", "storage/data")
+    wait_for_words(page, ".mls-verdict", "Evidence")
+    assert page.locator("img.mls-live").get_attribute("alt")
+    assert words(page, ".mls-status").startswith("The verdict is below")
+
+
+def test_a_kernel_restart_in_mid_run_leaves_no_rank_alive(page: Any, lab: Any) -> None:
+    show(page, lab, "restart.ipynb", STEPTIME)
+    page.locator("button.mls-skip").click()
+    wait_enabled(page, "button.mls-run")
+    start(page)
+    wait_for_words(page, ".mls-words", r"step \d+ of 5000")
+    assert len(lab.rank_processes()) >= 3  # the server and two ranks
+    restart_kernel(page)
+    deadline = time.monotonic() + GONE_WITHIN_S
+    while (alive := lab.rank_processes()) and time.monotonic() < deadline:
+        page.wait_for_timeout(100)
+    assert alive == []
+    run_cell(page, 0)  # and the cell, run again, gives a working panel
+    page.locator("button.mls-skip").click()
+    wait_enabled(page, "button.mls-run")
