@@ -159,15 +159,14 @@ def format_value(value: float | str | None, unit: str = "") -> str:
         return "not available"
     if isinstance(value, str):
         return value
-    if unit == "s":
-        return f"{value:.2f} s" if abs(value) >= 1 else f"{value * 1e3:.1f} ms"
-    if unit == "frac":
-        return f"{value * 100:.0f} %"
-    if unit in ("bytes", "bytes_per_s"):
-        return f"{value / 1e6:.1f} MB{'/s' if unit == 'bytes_per_s' else ''}"
-    if unit == "flops_per_s":
-        return f"{value / 1e9:.1f} GFLOP/s"
-    return f"{value:.3g} {unit}".strip()
+    scale, shown, digits = {
+        "s": (1.0, " s", 2) if abs(value) >= 1 else (1e3, " ms", 1),
+        "frac": (100.0, " %", 0),
+        "bytes": (1e-6, " MB", 1),
+        "bytes_per_s": (1e-6, " MB/s", 1),
+        "flops_per_s": (1e-9, " GFLOP/s", 1),
+    }.get(unit, (1.0, f" {unit}", -1))
+    return f"{value:.3g}{shown}".rstrip() if digits < 0 else f"{value * scale:.{digits}f}{shown}"
 
 
 def unit_of(name: str) -> str:

@@ -55,6 +55,7 @@ def photograph(index: int) -> bytes:
 
 
 def image_path(folder: Path, index: int) -> Path:
+    """Where image `index` lies, a thousand a folder."""
     return folder / f"{index // 1000:03d}" / f"{index:06d}.jpg"
 
 

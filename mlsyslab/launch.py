@@ -24,13 +24,13 @@ from typing import IO, Any
 
 from mlsyslab.contract import LabError, RunError
 from mlsyslab.devicelock import DeviceLock, Turn
+from mlsyslab.failures import explain_failure
 from mlsyslab.ranks import RankContext, init_process_group, rank_context
-from mlsyslab.records import read_json, write_json
+from mlsyslab.records import write_json
 
 __all__ = ["RankContext", "RankJob", "call", "init_process_group", "rank_context", "start", "warm_up"]
 
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-LAST_LINES = 6
 
 
 class WarmServer:
@@ -118,7 +118,7 @@ def warm_up() -> WarmServer:
 
 def shut_down() -> None:
     """End the warm server of this process, and with it every rank."""
-    global _server  # noqa: PLW0603
+    global _server  # noqa: PLW0603  the same one
     with _server_lock:
         if _server is not None and _server.owner == os.getpid():
             _server.close()
@@ -189,62 +189,6 @@ class Ranks:
         if end["failed"]:
             raise RunError(explain_failure(self.out, self.world, self.exits))
         return True
-
-
-def explain_failure(out: Path, world: int, exits: Sequence[dict[str, Any]]) -> str:
-    """One message for a failed group: which rank, what it raised or which signal ended it, its last lines.
-
-    exits: {"rank", "code", "ours"} in the order of ending; `ours` marks ranks that we stopped afterwards.
-    A peer that only lost its connection is a consequence, never named as the cause.
-    """
-    errors = {rank: error for rank in range(world) if (error := read_json(out / f"error-{rank}.json"))}
-    killed = [event for event in exits if event["code"] < 0 and not event["ours"]]
-    if killed:
-        rank, signal_number = killed[0]["rank"], -killed[0]["code"]
-        return f"rank {rank} was killed by {_signal_name(signal_number)}{_signal_hint(signal_number)}; last lines: {last_lines(out, rank)}"
-    causes = {rank: error for rank, error in errors.items() if not error["peer_lost"]} or errors
-    if not causes:
-        codes = ", ".join(f"rank {event['rank']} exit {event['code']}" for event in exits)
-        return f"the ranks ended without an error message ({codes}); see rank-*.log in the run directory"
-    rank, error = min(causes.items(), key=lambda item: item[1]["time_s"])
-    if error["timeout"]:
-        absent = sorted(event["rank"] for event in exits if event["ours"] and event["rank"] not in errors)
-        who = (
-            f"rank {', '.join(map(str, absent))} did not arrive"
-            if absent
-            else "the ranks waited for each other in different collectives"
-        )
-        return f"a collective timed out: {who} (rank {rank} waited: {error['message']})"
-    if error["for_people"]:
-        return str(error["message"])
-    return f"rank {rank} failed: {error['type']}: {error['message']}; last lines: {last_lines(out, rank)}"
-
-
-def _signal_name(number: int) -> str:
-    import signal
-
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
-def _signal_hint(number: int) -> str:
-    return {
-        9: " (by hand, or by the kernel when memory ran out: see dmesg, lower batch_size or workers)",
-        7: " (shared memory is too small: raise /dev/shm, e.g. docker --shm-size=1g, or set workers=0)",
-        6: " (an abort inside a library, often mismatched shapes in a collective)",
-    }.get(number, "")
-
-
-def last_lines(out: Path, rank: int) -> str:
-    """The end of what the rank printed, on one line."""
-    try:
-        text = (out / f"rank-{rank}.log").read_text(errors="replace")
-    except OSError:
-        return "none"
-    lines = [line.strip() for line in text.splitlines() if line.strip(" ^~")]
-    return " | ".join(lines[-LAST_LINES:])[-800:] or "none"
 
 
 class RankJob:

@@ -63,6 +63,7 @@ class Job:
 
 
 def emit(**event: Any) -> None:
+    """One event to the caller; a caller that is gone is noticed elsewhere."""
     with contextlib.suppress(OSError):
         os.write(1, (json.dumps(event) + "\n").encode())
 
@@ -269,6 +270,7 @@ class Server:
 
 
 def main() -> int:
+    """Import what ranks need, say so, serve until stdin ends."""
     sys.path.insert(0, os.getcwd())
     try:
         for name in PRELOAD:

@@ -16,7 +16,7 @@ import pytest
 
 from mlsyslab import launch
 from mlsyslab.contract import RunError
-from mlsyslab.launch import explain_failure
+from mlsyslab.failures import explain_failure
 from mlsyslab.ranks import rank_context
 from mlsyslab.records import write_json
 from mlsyslab.runs import Run

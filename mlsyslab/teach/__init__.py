@@ -1,0 +1,1 @@
+"""The edge: live panel, exercise checks. Needs the notebooks extra."""

@@ -36,6 +36,7 @@ STORIES = {
     "starved": ("input", 0.40, "every step waits for its batch"),
     "bursty": ("input", 0.55, "one step in six waits long, the others not at all"),
     "one rank starved": ("input", 0.45, "one rank of four waits for data, the others wait for it in all-reduce"),
+    "one rank slow": ("compute", 0.70, "backward of one rank of four is long, and the others wait for it in all-reduce"),
     "slow network": ("communication", 0.90, "every rank is left with exposed sync, also the last one"),
     "slow logging": ("host", 0.50, "Python between the phases"),
     "launch-bound": ("host", 0.30, "the device is mostly idle, and yet nothing waits for data"),
@@ -65,7 +66,7 @@ def step_records(story: str, seed: int) -> MadeUp:
     rng = np.random.default_rng([seed, list(STORIES).index(story)])
     size = float(rng.uniform(0.5, 2.0))
     steps = 6 if story == "too short" else STEPS
-    world = RANKS if story in ("one rank starved", "slow network") else 1
+    world = RANKS if story in ("one rank starved", "one rank slow", "slow network") else 1
     culprit = int(rng.integers(world))
     rows: list[dict[str, Any]] = []
     for step in range(steps):
@@ -100,6 +101,8 @@ def _spoil(row: dict[str, float], story: str, *, size: float, step: int, guilty:
         row["data_s"] += 4 * wait_s
     elif story == "one rank starved":
         row["data_s" if guilty else "sync_s"] += wait_s
+    elif story == "one rank slow":
+        row["backward_s" if guilty else "sync_s"] += wait_s
     elif story == "slow network":
         row["sync_s"] += wait_s / 2
     elif story == "slow logging":

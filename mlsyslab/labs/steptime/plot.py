@@ -84,7 +84,7 @@ def plot(run: Run, prediction: Prediction | None = None) -> Figure:
     )
     handles, labels = lanes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="lower center", ncols=7, frameon=False, fontsize=8.5)
-    figure.description = describe(run)  # type: ignore[attr-defined]
+    figure.description = describe(run)  # type: ignore[attr-defined]  alt text travels with the figure
     return figure
 
 
