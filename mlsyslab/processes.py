@@ -197,7 +197,7 @@ def _net_bytes(net: Mapping[str, Any] | None, *, loopback: bool) -> float | None
     return float(sum(card.bytes_recv + (0 if loopback else card.bytes_sent) for card in chosen))
 
 
-_schedstat: dict[tuple[int, int], int] = {}
+_schedstat: dict[int, int] = {}  # open file by thread id; a forked child has a new id, so it opens its own
 
 
 def run_delay_s(tid: int | None = None, root: Path = PROC) -> tuple[float, float] | None:
@@ -206,11 +206,10 @@ def run_delay_s(tid: int | None = None, root: Path = PROC) -> tuple[float, float
     tid: a thread of this process, or the pid of another process's main thread; None is the calling thread. It costs
     one read of an open file, so a training loop can ask between steps.
     """
-    # a forked child inherits the cache, and with it its parent's file: hence the pid in the key
-    key = (os.getpid(), tid or threading.get_native_id())
+    key = tid or threading.get_native_id()
     try:
         if key not in _schedstat:
-            _schedstat[key] = os.open(root / str(key[1]) / "schedstat", os.O_RDONLY | os.O_CLOEXEC)
+            _schedstat[key] = os.open(root / str(key) / "schedstat", os.O_RDONLY | os.O_CLOEXEC)
         ran_ns, waited_ns, _ = os.pread(_schedstat[key], 128, 0).split()
     except (OSError, ValueError):
         if key in _schedstat:

@@ -250,8 +250,10 @@ class Panel(Board):
         with self._lock:
             self.round.diagnosis = diagnosis
             self.parts.verdict.value = verdict_html(diagnosis, answer)
-            self._to("verdict")
-            self._show_plot(self.round.run, str(diagnosis))
+            try:
+                self._show_plot(self.round.run, str(diagnosis))
+            finally:  # a figure that cannot be drawn hides no verdict
+                self._to("verdict")
         return diagnosis
 
     def apply(self, *, wait: bool | None = None) -> Any:
@@ -268,8 +270,10 @@ class Panel(Board):
     def _mitigated(self, run: Any) -> None:
         said = self.round.outcome(self.quantities, dict(self.lab.summary(run)))
         self.parts.outcome.value = f"<b>{escape(said)}</b>"
-        self._to("verdict", f"Measured again: {said}.")
-        self._show_plot(run, said)
+        try:
+            self._show_plot(run, said)
+        finally:
+            self._to("verdict", f"Measured again: {said}.")
 
     # ---- the round, by the names that notebooks use
     @property

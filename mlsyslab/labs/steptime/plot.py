@@ -36,7 +36,7 @@ def title_of(run: Run) -> str:
     if verdict.cause == "unknown":
         return f"No verdict: {verdict.reason}"
     share = {
-        "input": found.frac("data_s", "h2d_s"),
+        "input": max(found.frac("data_s", "h2d_s"), found.data_worst_s / found.step_s),
         "communication": found.frac("sync_s"),
         "host": found.frac("other_s"),
     }.get(verdict.cause, found.compute_s / found.step_s)
@@ -52,7 +52,8 @@ def title_of(run: Run) -> str:
         "communication": "Communication-bound",
         "host": "Host-bound",
     }[verdict.cause]
-    return f"{head}: {found.step_s * 1e3:.0f} ms a step, {share:.0%} of it {name}"
+    where = f" on {verdict.where}" if verdict.where and verdict.where != "every rank" else ""
+    return f"{head}: {found.step_s * 1e3:.0f} ms a step, {share:.0%} of it {name}{where}"
 
 
 def plot(run: Run, prediction: Prediction | None = None) -> Figure:
@@ -82,9 +83,8 @@ def plot(run: Run, prediction: Prediction | None = None) -> Figure:
         fontsize=11.5,
         fontweight="bold",
     )
-    handles, labels = lanes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="lower center", ncols=7, frameon=False, fontsize=8.5)
-    figure.description = describe(run)  # type: ignore[attr-defined]  alt text travels with the figure
+    _legend(figure, 8.5)
+    vars(figure)["description"] = describe(run)  # alt text travels with the figure
     return figure
 
 
@@ -132,7 +132,7 @@ def _draw_means(axes: Axes, run: Run, prediction: Prediction | None) -> None:
         return
     import numpy as np
 
-    names = [f"rank {rank}" for rank in means.index]
+    names = [str(rank) for rank in means.index]
     bottom = np.zeros(len(means))
     for name, (_, colour, hatch) in STYLE.items():
         heights = means[name].to_numpy() * 1e3
@@ -152,14 +152,59 @@ def _draw_means(axes: Axes, run: Run, prediction: Prediction | None) -> None:
                 )
         bottom += heights
     if prediction:
-        low, expected, high = (value * 1e3 for value in prediction.values["step_s"])
-        axes.bar(["predicted"], [expected], 0.7, fill=False, edgecolor="black", linestyle="--")
-        axes.errorbar(
-            ["predicted"], [expected], [[expected - low], [high - expected]], color="black", capsize=4
-        )
-        axes.text(len(names), expected / 2, f"{expected:.0f}", ha="center", fontsize=8.5)
+        _draw_predicted(axes, prediction)
     axes.set_title("mean steady step, ms", loc="left", fontsize=10)
+    axes.set_xlabel("rank" + (" (dashed: predicted)" if prediction else ""))
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def _legend(figure: Figure, size: float) -> None:
+    """The phases with their colour and hatch, whatever is pale in the picture."""
+    from matplotlib.patches import Patch
+
+    handles = [
+        Patch(facecolor=colour, hatch=hatch, edgecolor="white", label=label)
+        for label, colour, hatch in STYLE.values()
+    ]
+    figure.legend(
+        handles=handles,
+        loc="lower center",
+        ncols=7,
+        frameon=False,
+        fontsize=size,
+        columnspacing=1.2,
+        handlelength=1.6,
+    )
+
+
+def _draw_predicted(axes: Axes, prediction: Prediction) -> None:
+    """The prediction as a hollow stack (data wait below, as in the measured bars) with its range."""
+    base, low, expected, high = 0.0, *(value * 1e3 for value in prediction.values["step_s"])
+    for name, label in (("data_s", "data"), ("compute_s", "compute"), ("sync_s", "sync"), ("host_s", "host")):
+        height = prediction.values[name].expected * 1e3
+        bar = axes.bar(
+            ["pred."],
+            [height],
+            0.7,
+            bottom=base,
+            fill=False,
+            edgecolor="black",
+            linestyle="--",
+            linewidth=0.9,
+        )[0]
+        if height > 0.1 * axes.get_ylim()[1]:
+            middle = bar.get_x() + bar.get_width() / 2
+            axes.text(
+                middle, base + height / 2, f"{label}\n{height:.0f}", ha="center", va="center", fontsize=8
+            )
+        base += height
+    axes.errorbar(
+        [bar.get_x() + bar.get_width() + 0.1],
+        [expected],
+        [[expected - low], [high - expected]],
+        color="black",
+        capsize=3,
+    )
 
 
 def describe(run: Run) -> str:
@@ -220,9 +265,7 @@ class LivePlot:
         self.axes.set_xlabel(f"step (a bar for each of {world} ranks)" if world > 1 else "step")
         self.axes.spines[["top", "right"]].set_visible(False)
         self.figure.legends.clear()
-        self.figure.legend(
-            *self.axes.get_legend_handles_labels(), loc="lower center", ncols=7, frameon=False, fontsize=8
-        )
+        _legend(self.figure, 7.5)
 
     def _move(self, rows: dict[tuple[int, int], dict[str, Any]], first: int) -> None:
         base: dict[tuple[int, int], float] = {}

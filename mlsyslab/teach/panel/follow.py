@@ -62,19 +62,19 @@ def follow(
     tell: Callable[[Pace, Mapping[str, Any]], None],
 ) -> None:
     """Poll and draw until the run is over. show(png, alt text) gets each new picture, tell(pace, status) each look."""
-    over, drawn = False, False
+    over = False
+    show(b"", "Waiting for the first record of the run")
     while not over:
         began = time.thread_time()
         over = run.finished  # asked before poll, so that the last records are still drawn
         records = run.poll()
         pace.see(records, run.progress, time.monotonic())
-        if records or not drawn:
+        if records:
             picture.update(records)
             show(
                 png(picture.figure),
                 getattr(picture, "alt", "") or f"Live picture of the run, {pace.share:.0%} done",
             )
-            drawn = True
         tell(pace, run.status)
         if not over:
             time.sleep(pause_s(time.thread_time() - began))

@@ -46,7 +46,7 @@ class Round:
         """The sentence under the comparison."""
         if not self.measured or self.prediction is None:
             return "The library's own prediction is shown after the run."
-        wrong_when = " ".join(self.prediction.assumptions[:2])
+        wrong_when = "; ".join(self.prediction.assumptions[:2])
         return f"The prediction assumes: {wrong_when}" if wrong_when else ""
 
     def action(self) -> Action | None:

@@ -38,7 +38,7 @@ def gain_words(diagnosis: Diagnosis) -> str:
     """Every action with its promise, best first."""
     if not diagnosis.actions:
         return "Nothing to do: no action is promised to help."
-    return "; or ".join(action_words(action) for action in diagnosis.actions)
+    return ". Or: ".join(action_words(action) for action in diagnosis.actions)
 
 
 def action_words(action: Action) -> str:
@@ -48,7 +48,7 @@ def action_words(action: Action) -> str:
     share = Quantity.named("gain_frac").show_range(gain) if gain else ""
     promises = [f"{share} of the step saved" if share else "", f"a step of {step}" if step else ""]
     promised = ", ".join(part for part in promises if part)
-    return f"{action.says.rstrip('.')}{f' (promised: {promised})' if promised else ''}"
+    return f"{_capital(action.says).rstrip('.')}{f' (promised: {promised})' if promised else ''}"
 
 
 def verdict_html(diagnosis: Diagnosis, answer: Mapping[str, str]) -> str:
@@ -65,13 +65,17 @@ def verdict_html(diagnosis: Diagnosis, answer: Mapping[str, str]) -> str:
         for part, mine, theirs, same in compare_answer(diagnosis, answer)
     ]
     return (
-        f'<div class="mls-verdict"><p><b>{escape(str(diagnosis))}</b>. {escape(diagnosis.reason)}</p>'
+        f'<div class="mls-verdict"><p><b>{escape(str(diagnosis))}</b>. {escape(_capital(diagnosis.reason))}</p>'
         + _section("Your answer", marks)
         + _section("Evidence", _evidence(figures), "mls-columns")
         + _section("Look-alikes", alike)
         + _section("Action", [gain_words(diagnosis)])
         + "</div>"
     )
+
+
+def _capital(sentence: str) -> str:
+    return sentence[:1].upper() + sentence[1:]
 
 
 def outcome_words(quantity: Quantity, *, before: float, after: float, promised: Range | None) -> str:
