@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import importlib
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -64,20 +65,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     arguments = parser().parse_args(argv)
     try:
-        if arguments.command == "doctor":
-            doctor = importlib.import_module("mlsyslab.doctor")
-            return int(
-                doctor.report(as_json=arguments.json, refresh=arguments.refresh, probe=not arguments.no_probe)
-            )
-        if arguments.command == "show":
-            return show(arguments)
-        return experiment(arguments)
+        code = run_command(arguments)
+        sys.stdout.flush()
+        return code
     except LabError as error:
         print(f"mlsyslab: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # the reader has seen enough (mlsyslab doctor | head)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except KeyboardInterrupt:
         print("mlsyslab: interrupted; what was recorded stays in the run directory", file=sys.stderr)
         return 130
+
+
+def run_command(arguments: argparse.Namespace) -> int:
+    """The command that was asked for; its exit code."""
+    if arguments.command == "doctor":
+        doctor = importlib.import_module("mlsyslab.doctor")
+        return int(
+            doctor.report(as_json=arguments.json, refresh=arguments.refresh, probe=not arguments.no_probe)
+        )
+    return show(arguments) if arguments.command == "show" else experiment(arguments)
 
 
 def experiment(arguments: argparse.Namespace) -> int:

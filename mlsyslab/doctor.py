@@ -15,7 +15,7 @@ from typing import Any
 
 from mlsyslab import hardware
 from mlsyslab.contract import LabError, format_value, unit_of
-from mlsyslab.limits import ROOT, limits
+from mlsyslab.limits import ROOT, default_workers, limits
 
 SHM_BYTES = 512 * 1024**2  # a few prefetched batches of each of a few workers
 OPEN_FILES = 1024  # each worker and each batch in flight holds descriptors
@@ -67,7 +67,7 @@ def check(root: Path = ROOT, *, full: bool = False) -> list[Check]:
         _writable("run folder", Path("runs"), "start in another folder, or give --out (out= in Python)"),
         _front_end(),
         _data_set(),
-        _labs(here, gpus),
+        _labs(here, gpus, default_workers(root=root)),
     ]
 
 
@@ -223,12 +223,12 @@ def _data_set() -> Check:
     )
 
 
-def _labs(here: Mapping[str, Any], gpus: Sequence[Mapping[str, Any]]) -> Check:
+def _labs(here: Mapping[str, Any], gpus: Sequence[Mapping[str, Any]], workers: int) -> Check:
     """What a lab's device=auto will use."""
     if gpus and torch_has_cuda() is not False:
         names = ", ".join(f"cuda:{gpu['index']} {gpu['name']}" for gpu in gpus)
         return Check(name="steptime", value=f"runs on {names}; NCCL between GPUs")
-    cores = f"{here['usable_cores']:g} usable cores"
+    cores = f"{here['usable_cores']:g} usable cores: start with {workers} loader worker{'s' if workers > 1 else ''} a rank"
     return Check(name="steptime", value=f"runs on the CPU, gloo, paced accelerator, {cores}")
 
 

@@ -300,6 +300,19 @@ def test_ten_clicks_from_ten_threads_start_one_run() -> None:
     assert panel.state == "diagnose"
 
 
+def test_of_two_starts_that_both_found_the_panel_ready_one_is_refused(panel: Panel) -> None:
+    with panel._starting("ready"), pytest.raises(LabError, match="not now"), panel._starting("ready"):
+        pytest.fail("started twice")
+    assert panel.state == "running"
+    panel._to("predict")
+
+
+def test_a_prediction_can_be_replaced_from_code_before_the_run(panel: Panel) -> None:
+    panel.predict(step_s=0.3, data_frac=0.5)
+    panel.run({"step_s": 0.2, "data_frac": 0.4}, wait=True)
+    assert panel.round.yours == {"step_s": 0.2, "data_frac": 0.4}
+
+
 def test_a_whole_round_works_from_a_thread_that_is_not_the_main_one(panel: Panel) -> None:
     def learner() -> None:
         panel.parts.skip.click()
@@ -350,7 +363,7 @@ def test_an_interrupt_in_blocking_mode_stops_the_run(panel: Panel, monkeypatch: 
 
 def test_colab_blocks_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not explore(fakelab).wait
-    monkeypatch.setitem(sys.modules, "google.colab", object())  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "google.colab", object())
     assert explore(fakelab).wait
     assert not explore(fakelab, wait=False).wait
 
@@ -421,6 +434,21 @@ def test_a_failure_is_one_sentence_in_the_panel_and_the_learner_can_go_on(fault:
     assert panel.error is None
     measured(panel)
     assert panel.state == "diagnose"
+
+
+def test_a_run_that_gets_no_drawing_thread_is_stopped_and_said(
+    panel: Panel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    panel.skip()
+    monkeypatch.setattr(follow.threading.Thread, "start", refuse)
+    click(panel.parts.run)
+    assert panel.error is not None
+    assert "can't start new thread" in panel.error
+    assert panel.run_result.stopped
+    assert panel.state == "ready"
 
 
 def test_a_figure_that_cannot_be_drawn_does_not_hide_the_verdict() -> None:

@@ -90,7 +90,7 @@ def test_a_field_of_a_newer_version_is_named():
 
 
 def test_presets_scale_gradients_with_the_machines_all_reduce_rate():
-    probe = {"allreduce_bytes_per_s": 7e9}
+    probe = {"allreduce_bytes_per_s": 9e9}
     config = scaled(PRESETS["communication_bound"], probe, cuda=False)
     assert config.gradient_mb == 10 * PRESETS["communication_bound"].gradient_mb
     assert dataclasses.replace(config, gradient_mb=64.0) == PRESETS["communication_bound"]

@@ -15,7 +15,7 @@ CAUSES = ("input", "compute", "communication", "host", "healthy", "unknown")
 
 # Bytes a second that a 2-core machine moved through a 2-rank gloo all-reduce of 32 MB when the presets were
 # written (docs/log.md): presets keep the communication TIME of that machine, see scaled().
-REFERENCE_ALLREDUCE_BYTES_PER_S = 0.7e9
+REFERENCE_ALLREDUCE_BYTES_PER_S = 0.9e9
 
 
 @dataclass(frozen=True, kw_only=True)

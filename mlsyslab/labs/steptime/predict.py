@@ -15,11 +15,11 @@ from mlsyslab.labs.steptime.config import REFERENCE_ALLREDUCE_BYTES_PER_S, Confi
 # A 2-core cloud machine, measured with the probe (docs/log.md); used where this machine was not probed.
 REFERENCE_MACHINE: Mapping[str, float] = {
     "usable_cores": 2.0,
-    "matmul_flops_per_s": 60e9,
+    "matmul_flops_per_s": 65e9,
     "copy_bytes_per_s": 6e9,
     "allreduce_bytes_per_s": REFERENCE_ALLREDUCE_BYTES_PER_S,
-    "allreduce_latency_s": 120e-6,
-    "jpeg_decode_s": 0.005,
+    "allreduce_latency_s": 350e-6,
+    "jpeg_decode_s": 0.003,
 }
 IMAGE_BYTES = 75e3  # mean of the data set's files
 BUCKET_BYTES = 25e6  # DDP's bucket

@@ -104,10 +104,15 @@ class Driver:
         if wait:
             self._see_through(run, ended, failed)
             return
-        self._thread = threading.Thread(
+        thread = threading.Thread(
             target=self._in_background, args=(run, ended, failed), name="mlsyslab-panel", daemon=True
         )
-        self._thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:  # the machine's limit on threads
+            self._give_up(run, failed, error)
+            raise
+        self._thread = thread
 
     def _in_background(self, *arguments: Any) -> None:
         with suppress(Exception):  # `failed` has shown it
@@ -124,10 +129,13 @@ class Driver:
             self._active = None
             ended(run)
         except BaseException as error:
-            run.stop()
-            self._active = None
-            failed(error)
+            self._give_up(run, failed, error)
             raise
+
+    def _give_up(self, run: Any, failed: Callable[[BaseException], None], error: BaseException) -> None:
+        run.stop()
+        self._active = None
+        failed(error)
 
     def stop(self) -> None:
         """End the run that is drawn now; raises LabError where there is none yet."""
