@@ -15,7 +15,8 @@ The loss is part of `forward`. Under DDP `sync` is exposed communication: the au
 that was queued when backward began as soon as no gradient is left to compute, and DDP queues its own, the
 one that waits for the buckets, in between. So our first callback is "last gradient", and a second one, queued
 by the first, is "DDP has finished": no hook on any parameter, nothing on the communication stream.
-Under FSDP, whose waits are spread over forward and backward, exposed communication is not separated.
+Communication elsewhere is not separated: FSDP's waits, and the buffers that DDP broadcasts in forward, are
+part of the phase in which they happen.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import time
 import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
@@ -192,6 +194,13 @@ class _Lines(Stream):
         except OSError as error:
             raise disk_error(error, self.path) from error
 
+    def close(self) -> None:
+        """Close the file; RunError where what was left cannot be written."""
+        try:
+            super().close()
+        except OSError as error:
+            raise disk_error(error, self.path) from error
+
     def _line(self, row: dict[str, Any]) -> str:
         word, loss, cpu_s, extra = self._WORD, row["loss"], row["cpu_s"], row["extra"]
         more = "," + json.dumps(extra, separators=(",", ":"))[1:-1] if extra else ""
@@ -305,8 +314,10 @@ class StepTimer:
                 except StopIteration:
                     return
                 done += 1
-                if self._step is step:  # not so where another loop of this timer has taken over
+                if self._step is step:
                     self._end(step)
+                else:  # another loop of this timer has taken over, and this step is lost
+                    self._read_host()
         finally:
             if self._step is step:
                 self._abandon()
@@ -398,6 +409,8 @@ class StepTimer:
             raise RunError("add() belongs to a running step; call it inside `for batch in timer(loader):`")
         if taken := RESERVED.intersection(extra):
             raise ConfigError(f"{min(taken)} is a field of every record; choose another name")
+        if tensors := [name for name, value in extra.items() if hasattr(value, "detach")]:
+            raise ConfigError(f"{tensors[0]} is a tensor, which only loss may be; give a number")
         step.samples += samples
         step.bytes += bytes
         if loss is not None:
@@ -545,8 +558,9 @@ class StepTimer:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
-        else:  # the loop's own exception is the news, not the wiring
-            self._shut()
+        else:  # the loop's own exception is the news: not the wiring, nor a disk or a device that fails again
+            with suppress(Exception):
+                self._shut()
 
 
 def _check(model: Any, optimizer: Any, warmup: int) -> None:

@@ -133,6 +133,16 @@ def test_waiting_for_a_slow_rank_is_not_communication(tmp_path):
     assert "own work of the ranks" in found.reason
 
 
+def test_waits_that_rotate_over_the_ranks_accuse_nobody(tmp_path):
+    def phases(rank: int, step: int) -> dict[str, float]:
+        late = rank == step % 2
+        return {"forward_s": 0.03, "backward_s": 0.11 if late else 0.06, "sync_s": 0.05 if late else 0.10}
+
+    found = verdict(tmp_path, phases, ranks=2)
+    assert found.cause == "communication"
+    assert "waiting for a rank" not in [f.rule for f in found.findings]
+
+
 def test_scaling_evidence_shows_the_step_at_each_world_size(tmp_path):
     write_run(tmp_path / "run", COMPUTE, ranks=1)
     for world, sync in ((2, 0.05), (4, 0.15)):

@@ -443,12 +443,14 @@ def test_a_loss_that_is_not_a_number_is_said_and_never_written(
 
 @pytest.mark.parametrize(
     ("numbers", "message"),
-    [({"step_s": 1.0}, "step_s is a field"), ({"loss": [[1, 2]]}, "loss has 2 elements")],
+    [
+        ({"step_s": 1.0}, "step_s is a field"),
+        ({"loss": torch.ones(2)}, "loss has 2 elements"),
+        ({"norm": torch.ones(1)}, "norm is a tensor"),
+    ],
 )
 def test_numbers_that_cannot_be_kept_are_refused(numbers: Any, message: str) -> None:
     model, optimizer = small()
-    if "loss" in numbers:
-        numbers = {"loss": torch.tensor(numbers["loss"])}
     timer = StepTimer(model, optimizer)
     for _ in timer(batches(1)):
         with pytest.raises(ConfigError, match=message):
@@ -522,6 +524,24 @@ def test_an_earlier_runs_file_is_not_written_over(tmp_path: Path) -> None:
         StepTimer(model, optimizer, out=tmp_path)
     with pytest.raises(RunError, match="choose another folder"):
         StepTimer(model, optimizer, out=tmp_path / "rank-0.jsonl" / "below")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_a_full_disk_is_one_clear_error_and_hides_no_other(tmp_path: Path) -> None:
+    def loop(mine: bool) -> None:
+        model, optimizer = small()
+        with StepTimer(model, optimizer, out=tmp_path) as timer:
+            assert timer._lines
+            timer._lines._file = open("/dev/full", "a", buffering=1)  # noqa: SIM115 - the timer closes it
+            for batch in timer(batches(2)):
+                update(model, optimizer, batch)
+                if mine:
+                    raise KeyError("mine")
+
+    with pytest.raises(RunError, match="the disk is full"):
+        loop(mine=False)
+    with pytest.raises(KeyError, match="mine"):
+        loop(mine=True)
 
 
 def test_rank_and_world_come_from_torchrun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -763,7 +783,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         for rank in range(2)
     ]
     try:
-        output = [rank.communicate(timeout=90)[0] for rank in ranks]
+        output = [rank.communicate(timeout=180)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

@@ -12,7 +12,7 @@ from typing import Any
 from mlsyslab import hardware
 from mlsyslab.contract import Prediction, Range
 from mlsyslab.labs.steptime import predict as closed_form
-from mlsyslab.labs.steptime.breakdown import summary
+from mlsyslab.labs.steptime.breakdown import Breakdown, breakdown, summary
 from mlsyslab.labs.steptime.config import CAUSES, PRESETS, Config
 from mlsyslab.labs.steptime.diagnose import diagnose
 from mlsyslab.labs.steptime.measure import Mitigation, measure, mitigate, preset, start
@@ -31,8 +31,10 @@ __all__ = [
     "PANEL",
     "PRESETS",
     "RULES",
+    "Breakdown",
     "Config",
     "Mitigation",
+    "breakdown",
     "diagnose",
     "live_plot",
     "measure",

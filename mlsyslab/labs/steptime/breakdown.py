@@ -54,7 +54,8 @@ class Breakdown:
     """The job's steady step. Seconds are means over ranks and steps, so that the phases sum to step_s.
 
     data_worst_s: the mean data wait of the rank that waits most for its loader; transfer_s: the communication that
-    remains when nobody waits for anybody (mean over steps of the least sync_s of any rank); host_worst_s as data.
+    remains when nobody waits for anybody (mean over steps of the least sync_s of any rank); late_rank_sync_s: the
+    mean sync_s of the rank that has least of it; host_worst_s as data.
     """
 
     ranks: int
@@ -69,6 +70,7 @@ class Breakdown:
     data_worst_s: float
     host_worst_s: float
     transfer_s: float
+    late_rank_sync_s: float
     waits: tuple[int, ...]
     samples_per_s: float
     bytes_per_s: float
@@ -107,6 +109,7 @@ def breakdown(records: pd.DataFrame, world: int | None = None) -> Breakdown:
         data_worst_s=float(ranks["data_s"].max()),
         host_worst_s=float(ranks["other_s"].max()),
         transfer_s=float(sync_least.mean()),
+        late_rank_sync_s=float(ranks["sync_s"].min()),
         waits=tuple(int(rank) for rank in shares.index[shares > WAIT_FRAC]),
         samples_per_s=_per_step(frame, "samples") * len(ranks) / step_s,
         bytes_per_s=_per_step(frame, "bytes") * len(ranks) / step_s,
@@ -139,6 +142,7 @@ def summary(run: Run) -> dict[str, Any]:
         **found.phases_s,
         **shares,
         "compute_s": found.compute_s,
+        "host_s": found.phases_s["other_s"],
         "samples_per_s": found.samples_per_s,
         "paced": run.config.paced,
         "origin": run.origin,

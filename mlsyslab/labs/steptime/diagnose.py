@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from mlsyslab.runs import Run
 
 OVERLOADED_FRAC = 0.5  # of steps in which the rank waited for a core; beyond it a close call is no call
+CROWDED_FRAC = 0.4  # of a loader worker's time spent ready but without a core
 CLEAR_LEAD = 1.5  # on an overloaded machine the first share must be this many times the second
 
 
@@ -77,7 +78,9 @@ def _drop_victims(waits: list[Finding], facts: Facts) -> list[Finding]:
 
 
 def _too_close(waits: list[Finding], facts: Facts) -> bool:
-    if (facts.step.overloaded_frac or 0.0) < OVERLOADED_FRAC or len(waits) < 2:
+    crowded = (facts.worker_delay_frac or 0.0) > CROWDED_FRAC
+    overloaded = (facts.step.overloaded_frac or 0.0) >= OVERLOADED_FRAC
+    if len(waits) < 2 or not (crowded or overloaded):
         return False
     return waits[0].cause != waits[1].cause and waits[0].weight_frac < CLEAR_LEAD * waits[1].weight_frac
 
@@ -97,4 +100,7 @@ def _sentence(chosen: Finding, facts: Facts) -> str:
     said = chosen.says
     if facts.slower_after is not None:
         said += f"; it became so at step {facts.slower_after}, and only the steps since then are counted"
+    crowded = facts.worker_delay_frac is not None and facts.worker_delay_frac > CROWDED_FRAC
+    if chosen.cause == "input" and crowded:
+        said += f"; its workers waited for a core {facts.worker_delay_frac:.0%} of the time, since others use them too"
     return said + ("; compute was paced, like an accelerator" if facts.paced else "")

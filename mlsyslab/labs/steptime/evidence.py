@@ -39,6 +39,8 @@ class Facts:
     gc_s: float
     disk_bytes_per_s: float | None
     net_bytes_per_s: float | None
+    loopback_bytes_per_s: float | None
+    device_memory_bytes: float | None
     worker_bytes: float | None
     worker_growth_bytes: float | None
     startup_s: float | None
@@ -51,8 +53,9 @@ class Facts:
 
     @property
     def straggling_frac(self) -> float:
-        """Communication time that is waiting for another rank."""
-        return self.step.frac("sync_s") - self.transfer_frac
+        """Sync that is waiting for one and the same rank. Waits whose reason rotates over the ranks are the job's
+        own jitter, and part of neither this nor the transfer."""
+        return self.step.frac("sync_s") - self.step.late_rank_sync_s / self.step.step_s
 
 
 def _mean(frame: pd.DataFrame, name: str) -> float | None:
@@ -62,17 +65,16 @@ def _mean(frame: pd.DataFrame, name: str) -> float | None:
 
 
 def change_point(frame: pd.DataFrame) -> int | None:
-    """The step after which the median step is at least 1.5 times that before it (at least five steps each)."""
+    """The step from which on nearly every step is slower than nearly every step before it, the median at least
+    1.5 times; five steps on each side. Noise and a growing load do not cut that cleanly."""
     steps = frame.groupby("step")["step_s"].mean()
-    for at in range(ENOUGH_STEPS, len(steps) - ENOUGH_STEPS + 1):
-        before, after = steps.iloc[:at], steps.iloc[at:]
-        if (
-            after.median() > 1.5 * before.median()
-            and after.min() > before.median()
-            and after.iloc[0] > 1.2 * before.iloc[-1]
-        ):
-            return int(steps.index[at])
-    return None
+    found = [
+        (float(before.var(ddof=0) * len(before) + after.var(ddof=0) * len(after)), int(steps.index[at]))
+        for at in range(ENOUGH_STEPS, len(steps) - ENOUGH_STEPS + 1)
+        for before, after in [(steps.iloc[:at], steps.iloc[at:])]
+        if after.median() > 1.5 * before.median() and after.quantile(0.1) > 1.2 * before.quantile(0.9)
+    ]
+    return min(found)[1] if found else None
 
 
 def facts_of(run: Run) -> Facts:
@@ -110,6 +112,8 @@ def facts_of(run: Run) -> Facts:
         gc_s=_mean(frame, "gc_s") or 0.0,
         disk_bytes_per_s=_mean(samples, "disk_read_bytes_per_s"),
         net_bytes_per_s=_mean(samples, "net_bytes_per_s"),
+        loopback_bytes_per_s=_mean(samples, "loopback_bytes_per_s"),
+        device_memory_bytes=_mean(samples, "gpu_memory_bytes"),
         worker_bytes=private[-1] if private else None,
         worker_growth_bytes=private[-1] - private[0] if len(private) > 1 else None,
         startup_s=_mean(run.records, "startup_s"),
@@ -177,6 +181,7 @@ def general_evidence(facts: Facts) -> list[Evidence]:
             unit="frac",
             confused_with="low use is not always data wait",
         ),
+        Evidence(name="device memory in use", value=facts.device_memory_bytes, unit="bytes"),
         Evidence(name="cores used by a loader worker", value=facts.worker_cpu_frac),
         Evidence(name="idle cores", value=facts.idle_cores),
         Evidence(
@@ -188,6 +193,7 @@ def general_evidence(facts: Facts) -> list[Evidence]:
         ),
         Evidence(name="disk reads", value=facts.disk_bytes_per_s, unit="bytes_per_s"),
         Evidence(name="network", value=facts.net_bytes_per_s, unit="bytes_per_s"),
+        Evidence(name="network inside this machine", value=facts.loopback_bytes_per_s, unit="bytes_per_s"),
         Evidence(name="files read", value=step.bytes_per_s, unit="bytes_per_s"),
         Evidence(
             name="memory of the loader workers",

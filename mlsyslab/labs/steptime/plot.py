@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import TYPE_CHECKING, Any
 
 from mlsyslab.contract import LabError, Prediction
@@ -63,7 +64,7 @@ def plot(run: Run, prediction: Prediction | None = None) -> Figure:
 
     figure = Figure(figsize=(9.6, 4.0), dpi=100, facecolor="white")
     lanes, means = figure.subplots(1, 2, width_ratios=(2.1, 1))
-    figure.subplots_adjust(left=0.07, right=0.985, top=0.80, bottom=0.24, wspace=0.16)
+    figure.subplots_adjust(left=0.07, right=0.985, top=0.78, bottom=0.24, wspace=0.16)
     records = run.records
     records = records[records["world"] == records["world"].max()]
     _draw_lanes(lanes, records)
@@ -76,8 +77,9 @@ def plot(run: Run, prediction: Prediction | None = None) -> Figure:
         )
         if on
     ]
+    lines = textwrap.wrap(title_of(run), 95, max_lines=2, placeholder=" ...")
     figure.suptitle(
-        title_of(run) + (f"\n({'; '.join(marks)})" if marks else ""),
+        "\n".join(lines) + (f"\n({'; '.join(marks)})" if marks else ""),
         x=0.07,
         ha="left",
         fontsize=11.5,
