@@ -7,18 +7,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mlsyslab.records import read_json
-
 LAST_LINES = 6
 
 
-def explain_failure(out: Path, world: int, exits: Sequence[dict[str, Any]]) -> str:
+def explain_failure(out: Path, exits: Sequence[dict[str, Any]]) -> str:
     """One message for a failed group: which rank, what it raised or which signal ended it, its last lines.
 
-    exits: {"rank", "code", "ours"} in the order of ending; `ours` marks ranks that we stopped afterwards.
+    exits: {"rank", "code", "ours", "error"} in the order of ending; `ours` marks ranks that we stopped afterwards,
+    `error` is what the rank said of itself.
     A peer that only lost its connection is a consequence, never named as the cause.
     """
-    errors = {rank: error for rank in range(world) if (error := read_json(out / f"error-{rank}.json"))}
+    errors = {event["rank"]: event["error"] for event in exits if event.get("error")}
     killed = [event for event in exits if event["code"] < 0 and not event["ours"]]
     if killed:
         rank, signal_number = killed[0]["rank"], -killed[0]["code"]

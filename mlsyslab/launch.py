@@ -184,10 +184,10 @@ class Ranks:
 
     def _verdict(self, end: dict[str, Any]) -> bool:
         interrupted = any(event["code"] in (130, 143) and not event["ours"] for event in self.exits)
-        if end["stopped"] or (interrupted and not list(self.out.glob("error-*.json"))):
+        if end["stopped"] or (interrupted and not any(event["error"] for event in self.exits)):
             return False
         if end["failed"]:
-            raise RunError(explain_failure(self.out, self.world, self.exits))
+            raise RunError(explain_failure(self.out, self.exits))
         return True
 
 
@@ -217,7 +217,8 @@ class RankJob:
 
     def _status(self, state: str, message: str, **more: Any) -> None:
         who = {"pid": os.getpid(), "host": socket.gethostname(), "time_s": time.time()}
-        write_json(self.out / "status.json", {"state": state, "message": message, **who, **more})
+        self.status = {"state": state, "message": message, **who, **more}
+        write_json(self.out / "status.json", self.status)
 
     def _waiting(self, turn: Turn) -> None:
         self._status("queued", f"waiting behind {turn.holder}", position=turn.position, holder=turn.holder)
@@ -231,11 +232,10 @@ class RankJob:
             ended = ("failed", "the run failed", f"{type(error).__name__}: {error}")
         finally:
             self.lock.release()
-        with contextlib.suppress(LabError):  # a full disk cannot take the last word either
+        with contextlib.suppress(
+            LabError
+        ):  # a full disk keeps the file from being written, not the status itself
             self._status(ended[0], ended[1], error=ended[2])
-        self.ended = ended
-
-    ended: tuple[str, str, str] | None = None
 
     def _run(self) -> tuple[str, str, str]:
         stopped = ("stopped", "stopped by request; what was recorded stays readable", "")

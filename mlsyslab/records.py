@@ -6,7 +6,7 @@
     status.json        queued | preparing | running | done | stopped | failed, and why
     rank-<r>.jsonl     one line a step, written as the step ends
     telemetry-<r>.jsonl  host and device samples
-    rank-<r>.log       what the rank printed; error-<r>.json what it raised
+    rank-<r>.log       what the rank printed
 
 JSON and JSON Lines only: reading a directory from a stranger executes nothing.
 """

@@ -24,6 +24,8 @@ FINAL = ("done", "stopped", "failed", "interrupted")
 class Job(Protocol):
     """What `launch` gives to a live Run."""
 
+    status: dict[str, Any]
+
     def stop(self) -> None: ...
     def wait(self, timeout_s: float | None) -> None: ...
     @property
@@ -81,6 +83,8 @@ class Run:
     @property
     def status(self) -> dict[str, Any]:
         """state, message, error, holder and position in the queue. A run whose process is gone is `interrupted`."""
+        if self._job:
+            return self._job.status
         stored = read_json(self.path / "status.json") or {
             "state": "interrupted",
             "message": "no status was written",

@@ -55,7 +55,8 @@ class Job:
     name: str
     out: Path
     store: Path
-    ranks: dict[int, int] = field(default_factory=dict)
+    ranks: dict[int, int] = field(default_factory=dict)  # pid -> rank
+    pipes: dict[int, int] = field(default_factory=dict)  # rank -> what it says when it fails
     failed: bool = False
     stopping: bool = False
     term_at: float | None = None
@@ -82,74 +83,85 @@ def headline(error: BaseException) -> str:
     return lines[-1].partition(": ")[2] or lines[-1]
 
 
-def run_rank(request: dict[str, Any], rank: int) -> int:
-    """The life of one rank: call the worker, keep its result or its error, return the exit code."""
+def run_rank(request: dict[str, Any], rank: int) -> dict[str, Any] | None:
+    """The life of one rank: call the worker and keep its result; what went wrong, or None."""
     out = Path(request["out"])
     try:
         result = load(request["worker"])(request["config"], out)
         if result is not None:
             write_json(out / f"result-{rank}.json", result)
-    except SystemExit as exit_:
-        return int(exit_.code or 0) if isinstance(exit_.code, int) or exit_.code is None else 1
     except BaseException as error:
-        text = headline(error)
-        late = "imed out" in text or "imeout" in type(error).__name__
-        report = {
-            "rank": rank,
-            "type": type(error).__name__,
-            "message": text[:600],
-            "for_people": isinstance(error, LabError),
-            "timeout": late,
-            "peer_lost": "onnection closed" in text or "onnection reset" in text or "roken pipe" in text,
-            "time_s": time.time(),
-        }
-        with contextlib.suppress(LabError):
-            write_json(out / f"error-{rank}.json", report)
         own = (
             error.__traceback__.tb_next if error.__traceback__ else None
         )  # our own frame tells nobody anything
-        traceback.print_exception(error.with_traceback(own))
-        return 1
-    return 0
+        with contextlib.suppress(OSError):  # the log lies on the disk that may be full
+            traceback.print_exception(error.with_traceback(own))
+        text = headline(error)
+        return {
+            "type": type(error).__name__,
+            "message": text[:600],
+            "for_people": isinstance(error, LabError),
+            "timeout": "imed out" in text or "imeout" in type(error).__name__,
+            "peer_lost": "onnection closed" in text or "onnection reset" in text or "roken pipe" in text,
+            "time_s": time.time(),
+        }
+    return None
 
 
-def fork_rank(request: dict[str, Any], rank: int, store: Path) -> int:
-    """Fork one rank and return its pid."""
+def fork_rank(request: dict[str, Any], rank: int, store: Path) -> tuple[int, int]:
+    """Fork one rank: its pid, and a pipe on which it says what went wrong (a full disk cannot swallow that)."""
     server = os.getpid()
+    read_end, write_end = os.pipe()
     pid = os.fork()
     if pid:
-        return pid
+        os.close(write_end)
+        os.set_blocking(read_end, False)
+        return pid, read_end
     code = 1
     try:
         die_with_parent()
         if os.getppid() != server:
             os._exit(1)
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, lambda *_: os._exit(130))
-        signal.signal(signal.SIGTERM, lambda *_: os._exit(143))
-        log = os.open(f"{request['out']}/rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        null = os.open(os.devnull, os.O_RDONLY)
-        for source, target in ((null, 0), (log, 1), (log, 2)):
-            os.dup2(source, target)
-        world = str(request["world"])
-        os.environ.update(
-            request.get("env", {}),
-            RANK=str(rank),
-            LOCAL_RANK=str(rank),
-            WORLD_SIZE=world,
-            LOCAL_WORLD_SIZE=world,
-            MLSYSLAB_INIT=f"file://{store}/rendezvous",
-        )
-        for folder in request.get("path", []):
-            if folder not in sys.path:
-                sys.path.insert(0, folder)
-        code = run_rank(request, rank)
+        become_rank(request, rank, store)
+        error = run_rank(request, rank)
+        code = 1 if error else 0
+        if error:
+            os.write(write_end, json.dumps(error).encode())
     finally:
         with contextlib.suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)
+
+
+def become_rank(request: dict[str, Any], rank: int, store: Path) -> None:
+    """Signals, standard streams, environment and import path of a rank."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(143))
+    log = os.open(f"{request['out']}/rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    null = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((null, 0), (log, 1), (log, 2)):
+        os.dup2(source, target)
+    world = str(request["world"])
+    os.environ.update(
+        request.get("env", {}),
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=world,
+        LOCAL_WORLD_SIZE=world,
+        MLSYSLAB_INIT=f"file://{store}/rendezvous",
+    )
+    sys.path[:0] = [folder for folder in request.get("path", []) if folder not in sys.path]
+
+
+def read_error(pipe: int) -> dict[str, Any] | None:
+    """What an ended rank left in its pipe."""
+    with contextlib.suppress(BlockingIOError, ValueError):
+        said = os.read(pipe, 1 << 16)
+        return json.loads(said) if said else None
+    return None
 
 
 class Server:
@@ -202,7 +214,8 @@ class Server:
         self.jobs[job.name] = job
         for rank in range(request["world"]):
             try:
-                job.ranks[fork_rank(request, rank, store)] = rank
+                pid, job.pipes[rank] = fork_rank(request, rank, store)
+                job.ranks[pid] = rank
             except OSError as error:
                 job.failed = True
                 self.schedule_stop(job, 0.0)
@@ -229,12 +242,11 @@ class Server:
 
     def rank_ended(self, job: Job, rank: int, code: int) -> None:
         ours = job.term_at is None and job.kill_at is not None  # we had already sent the signal
-        emit(event="exit", job=job.name, rank=rank, code=code, ours=ours)
+        error = read_error(job.pipes[rank]) or {}
+        os.close(job.pipes.pop(rank))
+        emit(event="exit", job=job.name, rank=rank, code=code, ours=ours, error=error)
         if code != 0 and not job.failed and not job.stopping:
             job.failed = True
-            error = {}
-            with contextlib.suppress(OSError, ValueError):
-                error = json.loads((job.out / f"error-{rank}.json").read_text())
             self.schedule_stop(job, TIMEOUT_GRACE_S if error.get("timeout") else GRACE_S)
         self.finish_if_empty(job)
 

@@ -21,6 +21,7 @@ from mlsyslab.teach.explore import Panel, explore
 from mlsyslab.teach.panel import follow, words
 from mlsyslab.teach.panel.follow import Pace
 from mlsyslab.teach.panel.knobs import OWN, knob_for
+from mlsyslab.teach.panel.picture import StepLines
 from mlsyslab.teach.panel.words import Quantity, progress_words, queue_words
 
 JOIN_S = 60.0
@@ -257,10 +258,26 @@ def test_stop_ends_the_run_and_what_was_recorded_can_be_diagnosed() -> None:
     assert panel.answer(*ANSWER).cause == "input"
 
 
+def test_the_last_records_of_a_run_that_is_over_are_drawn() -> None:
+    class Over:
+        finished, progress, status = True, 1.0, {"state": "done"}
+
+        def poll(self) -> list[dict[str, Any]]:
+            return [{"rank": 0, "step": step, "world": 1, "step_s": 0.3} for step in range(3)]
+
+    drawn: list[str] = []
+    pace = Pace(3)
+    follow.follow(Over(), StepLines(), pace, show=lambda _, text: drawn.append(text), tell=lambda *_: None)
+    assert pace.step == 3
+    assert drawn[-1] == "Time of each step: rank 0 300 ms at step 2"
+
+
 def test_nothing_else_works_while_it_runs() -> None:
     panel = endless()
-    panel.skip()
+    panel.predict(step_s=0.2, data_frac=0.5)
     panel.run()
+    panel.run_result.reach(2)
+    assert "270 to 360" not in panel.parts.table.value
     actions: list[Callable[[], object]] = [
         panel.run,
         panel.skip,

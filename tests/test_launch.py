@@ -18,7 +18,6 @@ from mlsyslab import launch
 from mlsyslab.contract import RunError
 from mlsyslab.failures import explain_failure
 from mlsyslab.ranks import rank_context
-from mlsyslab.records import write_json
 from mlsyslab.runs import Run
 
 TESTS = Path(__file__).parent
@@ -190,37 +189,37 @@ class TestCallers:
 
 
 class TestExplainFailure:
-    def error(self, out: Path, rank: int, message: str, **flags: object) -> None:
-        row = {
-            "rank": rank,
+    def exit(self, rank: int, message: str = "", code: int = 1, ours: bool = False, **flags: object) -> dict:
+        error = {
             "type": "RuntimeError",
             "message": message,
             "for_people": False,
             "timeout": False,
+            "peer_lost": False,
         }
-        write_json(out / f"error-{rank}.json", {**row, "peer_lost": False, "time_s": 1.0 + rank, **flags})
+        said = {**error, "time_s": 1.0 + rank, **flags} if message else {}
+        return {"rank": rank, "code": code, "ours": ours, "error": said}
 
     def test_a_lost_peer_is_a_consequence_not_the_cause(self, tmp_path):
-        self.error(tmp_path, 0, "Connection closed by peer", peer_lost=True, time_s=0.5)
-        self.error(tmp_path, 1, "bad luck")
-        exits = [{"rank": 0, "code": 1, "ours": False}, {"rank": 1, "code": 1, "ours": False}]
-        assert explain_failure(tmp_path, 2, exits).startswith("rank 1 failed")
+        exits = [
+            self.exit(0, "Connection closed by peer", peer_lost=True, time_s=0.5),
+            self.exit(1, "bad luck"),
+        ]
+        assert explain_failure(tmp_path, exits).startswith("rank 1 failed")
 
     def test_the_earliest_of_two_real_errors_is_named(self, tmp_path):
-        self.error(tmp_path, 0, "second", time_s=9.0)
-        self.error(tmp_path, 1, "first", time_s=3.0)
-        assert "rank 1 failed: RuntimeError: first" in explain_failure(tmp_path, 2, [])
+        exits = [self.exit(0, "second", time_s=9.0), self.exit(1, "first", time_s=3.0)]
+        assert "rank 1 failed: RuntimeError: first" in explain_failure(tmp_path, exits)
 
     def test_a_rank_that_we_killed_is_not_the_cause(self, tmp_path):
-        self.error(tmp_path, 1, "bad luck")
-        exits = [{"rank": 1, "code": 1, "ours": False}, {"rank": 0, "code": -9, "ours": True}]
-        assert explain_failure(tmp_path, 2, exits).startswith("rank 1 failed")
+        exits = [self.exit(1, "bad luck"), self.exit(0, code=-9, ours=True)]
+        assert explain_failure(tmp_path, exits).startswith("rank 1 failed")
 
     def test_a_bus_error_is_explained_by_shared_memory(self, tmp_path):
-        assert "/dev/shm" in explain_failure(tmp_path, 1, [{"rank": 0, "code": -7, "ours": False}])
+        assert "/dev/shm" in explain_failure(tmp_path, [self.exit(0, code=-7)])
 
-    def test_without_any_error_file_the_exit_codes_are_told(self, tmp_path):
-        assert "rank 0 exit 3" in explain_failure(tmp_path, 1, [{"rank": 0, "code": 3, "ours": False}])
+    def test_without_any_error_the_exit_codes_are_told(self, tmp_path):
+        assert "rank 0 exit 3" in explain_failure(tmp_path, [self.exit(0, code=3)])
 
 
 class TestRankContext:

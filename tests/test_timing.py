@@ -367,13 +367,13 @@ def test_backward_is_found_behind_any_container(wrap: Any, records: list[StepRec
 
 def test_the_first_step_of_each_epoch_is_start_up(ticking: Any, records: list[StepRecord]) -> None:
     _, timer, step, loader = ticking
-    timer.warmup = 1
+    timer.warmup = 2
     for _ in range(2):
         for _ in timer(loader(3)):
             step()
     timer.close()
     assert [r.step for r in records] == list(range(6))
-    assert [r.warmup for r in records] == [True, False, False, True, False, False]
+    assert [r.warmup for r in records] == [True, True, False, True, False, False]
     assert ["startup_s" in r.extra for r in records] == [True, False, False, True, False, False]
 
 
@@ -424,6 +424,8 @@ def test_added_numbers_reach_the_record(records: list[StepRecord]) -> None:
         for batch in timer(batches(2)):
             loss = update(model, optimizer, batch)
             timer.add(samples=4, bytes=128, loss=loss, norm=float("nan"), tokens=7)
+            assert timer._step
+            assert not timer._step.loss.requires_grad  # the graph is not kept
     assert records[1].loss == pytest.approx(float(loss.detach()))
     assert (records[1].samples, records[1].bytes, records[1].extra) == (4, 128, {"norm": None, "tokens": 7})
 

@@ -67,12 +67,12 @@ class Board:
             cannot = ({"knobs"} if self.mystery else set()) | (
                 {"apply"} if self.round.action() is None else set()
             )
-            self.parts.enable(turn - cannot)
             self.parts.show_head(self.view.title, self._badge())
             self.parts.show_rows(self.rows(), self.round.note())
             if self.round.diagnosis is None:
                 self.parts.verdict.value = UNSAID
             self.parts.say(say or sentence)
+            self.parts.enable(turn - cannot)  # last: what can be clicked is already described
 
     def _badge(self) -> str:
         origin = getattr(self.round.run, "origin", "measured")
