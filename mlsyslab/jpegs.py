@@ -54,9 +54,14 @@ def photograph(index: int) -> bytes:
     return buffer.getvalue()
 
 
+def image_name(index: int) -> str:
+    """The file name of image `index`."""
+    return f"{index:06d}.jpg"
+
+
 def image_path(folder: Path, index: int) -> Path:
     """Where image `index` lies, a thousand a folder."""
-    return folder / f"{index // 1000:03d}" / f"{index:06d}.jpg"
+    return folder / f"{index // 1000:03d}" / image_name(index)
 
 
 def _make_images(job: tuple[str, Sequence[int]]) -> int:
@@ -88,7 +93,8 @@ def jpeg_files(images: int, progress: Callable[[int, int], None] | None = None) 
         raise disk_error(error, folder) from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        missing = [index for index in range(images) if not image_path(folder, index).exists()]
+        there = {name for _, _, names in os.walk(folder) for name in names}
+        missing = [index for index in range(images) if image_name(index) not in there]
         chunks = [(str(folder), missing[at : at + 50]) for at in range(0, len(missing), 50)]
         cores = max(1, int(hardware.limits()["usable_cores"]))
         if len(chunks) == 1:

@@ -39,6 +39,8 @@ PRELOAD = (
     "PIL.Image",
     "PIL.JpegImagePlugin",
     "psutil",
+    "concurrent.futures.process",
+    "multiprocessing.queues",
 )
 GRACE_S = 0.4  # for the other ranks to report their own error before they are stopped
 TIMEOUT_GRACE_S = (

@@ -123,8 +123,9 @@ def train(config: Config, out: Path, context: RankContext) -> None:
         "world": context.world,
         "pid": os.getpid(),
     }
-    sampler = telemetry.start(os.getpid(), out, rank=context.rank, tree=os.getppid(), gpu=gpu_name(device))
     iterator = iter(loader)
+    # After the workers have forked: one that held the sampler's stdin would keep it from ending.
+    sampler = telemetry.start(os.getpid(), out, rank=context.rank, tree=os.getppid(), gpu=gpu_name(device))
     try:
         model, calibration = build_model(config, device)
         flops = 0.0 if config.paced else model.matmul_flops(config.batch_size)
