@@ -21,7 +21,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, ClassVar
 
 from mlsyslab.contract import RunError
 
@@ -122,6 +122,51 @@ class Stream:
 
     def close(self) -> None:
         self._file.close()
+
+
+class StepLines(Stream):
+    """The record file, for rows known to be finite, many at a time: a third of the cost of `write`."""
+
+    # Seconds to the nanosecond, which costs a third of writing every digit.
+    _FIELDS = "".join(
+        f'"{name}":{"%.9f" if name in (*PHASES, "step_s") else "%s"},'
+        for name in StepRecord.__slots__
+        if name != "extra"
+    )
+    _LINE = '{"kind":"step",' + _FIELDS + '"own_s":%.9f%s}'
+    _WORD: ClassVar = {None: "null", True: "true", False: "false"}
+
+    def write_rows(self, rows: list[dict[str, Any]]) -> None:
+        """Append the lines that StepRecord(**row).to_json() stands for, in one call to the kernel."""
+        try:
+            self._file.write("\n".join(map(self._line, rows)) + "\n")
+        except OSError as error:
+            raise disk_error(error, self.path) from error
+
+    def close(self) -> None:
+        """Close the file; RunError where what was left cannot be written."""
+        try:
+            super().close()
+        except OSError as error:
+            raise disk_error(error, self.path) from error
+
+    def _line(self, row: dict[str, Any]) -> str:
+        word, loss, cpu_s, extra = self._WORD, row["loss"], row["cpu_s"], row["extra"]
+        more = "," + json.dumps(extra, separators=(",", ":"))[1:-1] if extra else ""
+        rank, step, world, warmup, *numbers, _, _, drained, overloaded, _ = row.values()
+        return self._LINE % (
+            rank,
+            step,
+            world,
+            word[warmup],
+            *numbers,
+            "null" if loss is None else loss,
+            "null" if cpu_s is None else cpu_s,
+            word[drained],
+            word[overloaded],
+            row["step_s"] - row["sync_s"],
+            more,
+        )
 
 
 class Tail:
