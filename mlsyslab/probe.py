@@ -90,7 +90,7 @@ def measure_allreduce(figures: Figures, context: Any) -> None:
     init_process_group(context, backend="gloo", timeout_s=30)
     for name, count in (("allreduce_bytes_per_s", ALLREDUCE_BYTES // 4), ("allreduce_latency_s", 1)):
         buffer = torch.zeros(count)
-        times_s = _together(lambda tensor=buffer: dist.all_reduce(tensor), most=200)  # type: ignore[misc]  mypy cannot infer a default's type
+        times_s = _together(lambda tensor=buffer: dist.all_reduce(tensor), most=200)  # type: ignore[misc]  # mypy cannot infer a default's type
         if count > 1:
             figures.rate(name, ALLREDUCE_BYTES, times_s)
         else:
