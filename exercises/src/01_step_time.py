@@ -25,12 +25,13 @@ from dataclasses import replace
 
 from mlsyslab import steptime
 from mlsyslab.teach import checks
-from mlsyslab.teach.records_for_checks import gain_cases, hidden_runs, loader_cases, right_phases, right_waits
+from mlsyslab.teach import records_for_checks as made_up
 
 # %%
 config = replace(steptime.preset("quick"), ranks=1, batch_size=8, steps=12, compute_s=0.040)
 run = steptime.measure(config)
-run.records[["rank", "step", "warmup", "data_s", "forward_s", "backward_s", "sync_s", "step_s"]].round(3)
+shown = ["step", "warmup", "data_s", "forward_s", "backward_s", "sync_s", "step_s"]
+run.records[shown].round(3)
 
 # %% [markdown]
 # One row for each rank and step; seconds. `warmup` marks the first steps. Their data wait differs from that of the later
@@ -55,11 +56,12 @@ def mean_phases(records):
 
 # %% tags=["check", "1.1"]
 # NBVAL_CHECK_OUTPUT
-tables = {"your run": run.records} | {name: made.records for name, made in hidden_runs("1.1", each=1).items()}
+hidden = made_up.hidden_runs("1.1", each=1)
+tables = {"your run": run.records} | {name: made.records for name, made in hidden.items()}
 checks.check_close(
     "1.1",
     lambda: {name: mean_phases(records) for name, records in tables.items()},
-    {name: right_phases(records) for name, records in tables.items()},
+    {name: made_up.right_phases(records) for name, records in tables.items()},
     tolerance=1e-6,
     hint="leave warm-up out, keep every rank, and take the mean: medians of the phases do not sum to the step",
 )
@@ -88,11 +90,12 @@ def data_wait(records):
 
 # %% tags=["check", "1.2"]
 # NBVAL_CHECK_OUTPUT
-tables = {"your run": run.records} | {name: made.records for name, made in hidden_runs("1.2").items()}
+hidden = made_up.hidden_runs("1.2")
+tables = {"your run": run.records} | {name: made.records for name, made in hidden.items()}
 checks.check_close(
     "1.2",
     lambda: {name: data_wait(records) for name, records in tables.items()},
-    {name: right_waits(records) for name, records in tables.items()},
+    {name: made_up.right_waits(records) for name, records in tables.items()},
     tolerance=1e-4,
     hint="all the waiting over all the time (long steps weigh more), warm-up left out; a burst has median 0",
 )
@@ -126,7 +129,7 @@ mine = (config.batch_size, config.input_cost_s, config.workers, config.compute_s
 checks.check_cases(
     "1.3a",
     step_time,
-    [(mine, 0.096), *loader_cases("1.3a")],
+    [(mine, 0.096), *made_up.loader_cases("1.3a")],
     tolerance=1e-6,
     hint="loading ahead hides behind the device, or the device behind it; more workers than cores take turns",
 )
@@ -136,7 +139,8 @@ checks.check_cases(
 # the model leaves out, or other programs on the cores.
 
 # %%
-print(f"measured here: {run.summary()['step_s'] * 1e3:.0f} ms a step; the model of this run says 96 ms")
+step_ms = run.summary()["step_s"] * 1e3
+print(f"measured here: {step_ms:.0f} ms a step; the model of this run says 96 ms")
 
 # %% [markdown]
 # **b)** Write `gain_of_doubling`: the share of the step (0 to 1) that is saved when the workers, at least one, become
@@ -158,7 +162,7 @@ def gain_of_doubling(batch, cost_s, workers, device_s, cores):
 checks.check_cases(
     "1.3b",
     gain_of_doubling,
-    gain_cases("1.3b"),
+    made_up.gain_cases("1.3b"),
     tolerance=1e-6,
     hint="(before - after) / before; no step is shorter than the device's, no loader uses more cores than there are",
 )
@@ -200,7 +204,7 @@ def diagnose(records, util_frac=None):
 
 # %% tags=["check", "1.4"]
 # NBVAL_CHECK_OUTPUT
-hidden = hidden_runs("1.4")
+hidden = made_up.hidden_runs("1.4")
 checks.check(
     "1.4",
     lambda: (
