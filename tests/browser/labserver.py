@@ -134,12 +134,11 @@ class LabServer:
                 continue
         return found
 
-    def set_windowing(self, mode: str) -> None:
-        """How Lab treats cells out of sight: "none" keeps them all, "full" takes them out of the page."""
-        settings = json.dumps({"raw": json.dumps({"windowingMode": mode})}).encode()
+    def set_setting(self, plugin: str, **values: Any) -> None:
+        """Change a setting for pages that are opened from now on; `plugin` such as "@jupyterlab/x-extension:y"."""
         request = urllib.request.Request(
-            f"{self.url}/lab/api/settings/@jupyterlab/notebook-extension:tracker",
-            data=settings,
+            f"{self.url}/lab/api/settings/{plugin}",
+            data=json.dumps({"raw": json.dumps(values)}).encode(),
             method="PUT",
             headers={"Content-Type": "application/json"},
         )
