@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import os
 import socket
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -44,6 +45,8 @@ class Run:
         self.origin: Origin = "measured" if job else "recorded"
         self._job = job
         self._tails: dict[Path, Tail] = {}
+        self._reading = threading.Lock()  # a panel's thread and a notebook cell may read at the same time
+        self._polled = 0
         self._steps: list[dict[str, Any]] = []
         self._telemetry: list[dict[str, Any]] = []
         self.notes: list[dict[str, Any]] = []
@@ -96,16 +99,24 @@ class Run:
 
     # ---- reading
     def poll(self) -> list[dict[str, Any]]:
-        """The step records that came since the last call, oldest first; never waits."""
-        fresh: list[dict[str, Any]] = []
-        for path in sorted(self.path.glob("rank-*.jsonl")):
-            for row in self._tail(path):
-                (fresh if row.get("kind") == "step" else self.notes).append(row)
-        for path in sorted(self.path.glob("telemetry-*.jsonl")):
-            self._telemetry.extend(self._tail(path))
-        fresh.sort(key=lambda row: (row.get("world", 0), row.get("step", 0), row.get("rank", 0)))
-        self._steps.extend(fresh)
+        """The step records that came since the last call of `poll`, oldest first; never waits. What other
+        properties have read meanwhile is among them."""
+        self._read()
+        with self._reading:
+            fresh, self._polled = self._steps[self._polled :], len(self._steps)
         return fresh
+
+    def _read(self) -> None:
+        """Take in what the files have gained."""
+        with self._reading:
+            fresh: list[dict[str, Any]] = []
+            for path in sorted(self.path.glob("rank-*.jsonl")):
+                for row in self._tail(path):
+                    (fresh if row.get("kind") == "step" else self.notes).append(row)
+            for path in sorted(self.path.glob("telemetry-*.jsonl")):
+                self._telemetry.extend(self._tail(path))
+            fresh.sort(key=lambda row: (row.get("world", 0), row.get("step", 0), row.get("rank", 0)))
+            self._steps.extend(fresh)
 
     def _tail(self, path: Path) -> list[dict[str, Any]]:
         return list(self._tails.setdefault(path, Tail(path)).read())
@@ -115,7 +126,7 @@ class Run:
         """A row for each rank and step; seconds, bytes. Empty while nothing has been recorded."""
         import pandas as pd
 
-        self.poll()
+        self._read()
         frame = pd.DataFrame(self._steps)
         return frame.drop(columns="kind", errors="ignore")
 
@@ -124,7 +135,7 @@ class Run:
         """A row for each sample: host and device counters; None where a sensor is absent."""
         import pandas as pd
 
-        self.poll()
+        self._read()
         return pd.DataFrame(self._telemetry)
 
     def summary(self) -> dict[str, Any]:
@@ -139,7 +150,7 @@ class Run:
     @property
     def progress(self) -> float:
         """Share of the expected steps that the slowest rank has recorded, 0..1."""
-        self.poll()
+        self._read()
         if self.status["state"] == "done":
             return 1.0
         expected = float(read_json(self.path / "config.json").get("records_expected") or 0)
@@ -155,7 +166,7 @@ class Run:
         """Wait for the end; raises RunError when the run failed, or when `timeout_s` is over (it is then stopped)."""
         if self._job:
             self._job.wait(timeout_s)
-        self.poll()
+        self._read()
         status = self.status
         if self._job and status["state"] == "failed":
             raise RunError(str(status.get("error") or "the run failed without a message"))
@@ -220,5 +231,5 @@ def open_run(path: str | Path) -> Run:
             f"{path} has schema {stored['schema']}, this mlsyslab reads up to {SCHEMA}; upgrade it"
         )
     run = Run(path)
-    run.poll()
+    run._read()
     return run

@@ -76,6 +76,14 @@ def test_poll_gives_each_record_once_and_in_the_order_of_steps(run_path):
     assert [r["step"] for r in run.poll()] == [2]
 
 
+def test_looking_at_a_run_does_not_take_records_away_from_poll(run_path):
+    run = open_run(run_path)
+    append(run_path, 0, 1)
+    assert run.progress > 0
+    assert len(run.records) == 2
+    assert [r["step"] for r in run.poll()] == [0, 1]
+
+
 def test_a_half_written_line_is_read_when_it_is_complete(tmp_path):
     path = tmp_path / "x.jsonl"
     path.write_text('{"a":1}\n{"a"')

@@ -22,6 +22,7 @@ from mlsyslab.labs.steptime.rules import OWNER, RULES
 PANEL: Mapping[str, Any] = {
     "title": "Step time: input, compute or communication?",
     "knobs": ("ranks", "batch_size", "workers", "input_cost_s", "compute_s", "gradient_mb"),
+    "note": lambda config: "paced compute" if config.paced else "",
     "predict": (("step_s", "step", "ms", 1e3), ("data_frac", "data wait", "%", 100.0)),
 }
 

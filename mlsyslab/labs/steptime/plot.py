@@ -224,69 +224,69 @@ def describe(run: Run) -> str:
 
 
 class LivePlot:
-    """The picture while a run goes on: the last steps of each rank, phases stacked; artists are kept and moved."""
+    """The picture while a run goes on: the last steps of each rank, phases stacked. `alt` says it in words.
+
+    One collection of bars a phase is kept and given new corners: half the cost of a patch for each bar.
+    """
 
     STEPS = 24
 
     def __init__(self) -> None:
+        from matplotlib.collections import PolyCollection
         from matplotlib.figure import Figure
 
-        self.figure = Figure(figsize=(7.2, 3.2), dpi=100, facecolor="white")
+        self.figure = Figure(figsize=(9.6, 4.0), dpi=100, facecolor="white")
         self.axes = self.figure.subplots()
-        self.figure.subplots_adjust(left=0.09, right=0.985, top=0.90, bottom=0.27)
+        self.figure.subplots_adjust(left=0.07, right=0.985, top=0.90, bottom=0.24)
+        self.axes.set(ylabel="milliseconds", xlim=(-0.7, self.STEPS - 0.3))
+        self.axes.spines[["top", "right"]].set_visible(False)
+        self._bars = {
+            name: PolyCollection([], facecolor=colour, edgecolor="white", linewidth=0.3, hatch=hatch or None)
+            for name, (_, colour, hatch) in STYLE.items()
+        }
+        for bars in self._bars.values():
+            self.axes.add_collection(bars, autolim=False)
+        _legend(self.figure, 8.5)
         self._rows: list[dict[str, Any]] = []
-        self._bars: dict[tuple[int, str], list[Any]] = {}
+        self.alt = "Nothing recorded yet"
 
     def update(self, records: list[dict[str, Any]]) -> None:
         """Take new step records (as `Run.poll` gives them) and move the bars."""
         if records and self._rows and records[-1]["world"] != self._rows[-1]["world"]:
-            self._rows = []
-        self._rows += records
+            self._rows = []  # the next rank count of a sweep
+        self._rows += [row for row in records if row["world"] == records[-1]["world"]]
         if not self._rows:
             return
-        world, last = self._rows[-1]["world"], max(row["step"] for row in self._rows)
-        first = max(0, last - self.STEPS + 1)
-        if len({rank for rank, _ in self._bars}) != world:
-            self._draw(world)
+        first = max(0, max(row["step"] for row in self._rows) - self.STEPS + 1)
         self._rows = [row for row in self._rows if row["step"] >= first]
-        self._move({(row["rank"], row["step"]): row for row in self._rows}, first)
+        self._move(first)
+        self._label(first)
 
-    def _draw(self, world: int) -> None:
+    def _move(self, first: int) -> None:
         import numpy as np
 
-        self.axes.clear()
+        world = self._rows[-1]["world"]
         width = 0.86 / world
-        for rank in range(world):
-            at = np.arange(self.STEPS) + (rank - (world - 1) / 2) * width
-            for name, (label, colour, hatch) in STYLE.items():
-                bars = self.axes.bar(at, np.zeros(self.STEPS), width * 0.94, color=colour, hatch=hatch, edgecolor="white",
-                                     linewidth=0.3, label=label if rank == 0 else None)  # fmt: skip
-                self._bars[rank, name] = list(bars)
-        self._bars = {key: bars for key, bars in self._bars.items() if key[0] < world}
-        self.axes.set(ylabel="milliseconds", xlim=(-0.7, self.STEPS - 0.3))
-        self.axes.set_xlabel(f"step (a bar for each of {world} ranks)" if world > 1 else "step")
-        self.axes.spines[["top", "right"]].set_visible(False)
-        self.figure.legends.clear()
-        _legend(self.figure, 7.5)
+        left = np.array([row["step"] - first + (row["rank"] - world / 2) * width for row in self._rows])
+        right, base = left + 0.94 * width, np.zeros(len(self._rows))
+        for name, bars in self._bars.items():
+            top = base + np.array([row[name] * 1e3 for row in self._rows])
+            corners = ((left, base), (right, base), (right, top), (left, top))
+            bars.set_verts(np.stack([np.stack(corner, 1) for corner in corners], 1))
+            base = top
+        self.axes.set_ylim(0, 1.15 * float(base.max()))
 
-    def _move(self, rows: dict[tuple[int, int], dict[str, Any]], first: int) -> None:
-        base: dict[tuple[int, int], float] = {}
-        for (rank, name), bars in self._bars.items():
-            for slot, bar in enumerate(bars):
-                key = (rank, first + slot)
-                height = rows[key][name] * 1e3 if key in rows else 0.0
-                bar.set_y(base.get(key, 0.0))
-                bar.set_height(height)
-                base[key] = base.get(key, 0.0) + height
-        ticks = range(0, self.STEPS, 4)
+    def _label(self, first: int) -> None:
+        last, ticks = self._rows[-1], range(0, self.STEPS, 4)
         self.axes.set_xticks(ticks, [str(first + tick) for tick in ticks])
-        self.axes.set_ylim(0, 1.15 * max(base.values(), default=1.0))
-        latest = max(rows.values(), key=lambda row: row["step"])
-        self.axes.set_title(
-            f"step {latest['step']}: {latest['step_s'] * 1e3:.0f} ms, {latest['data_s'] / latest['step_s']:.0%} data wait",
-            loc="left",
-            fontsize=10,
+        self.axes.set_xlabel(
+            f"step (a bar for each of {last['world']} ranks)" if last["world"] > 1 else "step"
         )
+        share = last["data_s"] / last["step_s"]
+        title = f"step {last['step']}, rank {last['rank']}: {last['step_s'] * 1e3:.0f} ms, {share:.0%} of it data wait"
+        self.axes.set_title(title, loc="left", fontsize=10)
+        phases = ", ".join(f"{label} {last[name] * 1e3:.0f} ms" for name, (label, _, _) in STYLE.items())
+        self.alt = f"Phases of the last steps, stacked. {title}: {phases}"
 
 
 def live_plot() -> LivePlot:
