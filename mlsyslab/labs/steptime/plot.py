@@ -272,7 +272,7 @@ class LivePlot:
         for name, bars in self._bars.items():
             top = base + np.array([row[name] * 1e3 for row in self._rows])
             corners = ((left, base), (right, base), (right, top), (left, top))
-            bars.set_verts(np.stack([np.stack(corner, 1) for corner in corners], 1))
+            bars.set_verts(list(np.stack([np.stack(corner, 1) for corner in corners], 1)))
             base = top
         self.axes.set_ylim(0, 1.15 * float(base.max()))
 
