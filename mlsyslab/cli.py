@@ -7,6 +7,7 @@ Exit codes: 0 done; 1 the doctor found what prevents the labs; 2 bad input or a 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import importlib
 import json
@@ -97,16 +98,20 @@ def experiment(arguments: argparse.Namespace) -> int:
     run = follow(lab.start(config, out=arguments.out), arguments.timeout_s)
     verdict = lab.diagnose(run)
     after = (
-        lab.mitigate(run, timeout_s=arguments.timeout_s) if arguments.mitigate and verdict.actions else None
+        lab.mitigate(run, timeout_s=arguments.timeout_s)
+        if arguments.mitigate and any(a.change for a in verdict.actions)
+        else None
     )
-    if arguments.plot:
-        save_plot(lab, run, prediction, arguments.plot)
     if arguments.json:
         print(json.dumps(as_json(run, prediction, verdict, after), default=str))
     else:
         print(report(run, prediction, verdict))
         if after:
             print(f"\nApplied      {after}")
+    if arguments.mitigate and not after:
+        print("mlsyslab: the verdict offers nothing to apply", file=sys.stderr)
+    if arguments.plot:
+        save_plot(lab, run, prediction, arguments.plot)
     return 0
 
 
@@ -144,7 +149,8 @@ def follow(run: Run, timeout_s: float | None) -> Run:
             time.sleep(POLL_S)
     except KeyboardInterrupt:
         run.stop()
-        run.wait(5)
+        with contextlib.suppress(LabError):  # the interruption is the news
+            run.wait(15)
         raise
     finally:
         if said:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -113,13 +112,6 @@ def _versions(found: Mapping[str, str | None]) -> str:
     return ", ".join(f"{name} {version or 'not installed'}" for name, version in found.items())
 
 
-def torch_has_cuda() -> bool | None:
-    """Whether the installed torch is a CUDA build, by its version; None where the version does not say."""
-    version = hardware.version_of("torch") or ""
-    build = re.search(r"\+(cpu|cu|rocm)", version)
-    return build.group(1) != "cpu" if build else None
-
-
 def _gpu(gpus: Sequence[Mapping[str, Any]]) -> Check:
     if not gpus:
         return Check(name="GPU", value="none found through NVML; the labs run on the CPU")
@@ -128,7 +120,7 @@ def _gpu(gpus: Sequence[Mapping[str, Any]]) -> Check:
     return _judged(
         "GPU",
         f"{first['name']}{more}, {memory}, driver {first['driver']}, CUDA {first['cuda']}",
-        torch_has_cuda() is False,
+        hardware.torch_has_cuda() is False,
         "this torch is a CPU build and leaves the GPU idle: install the CUDA build (pytorch.org, Get started)",
     )
 
@@ -183,7 +175,7 @@ def _open_files(here: Mapping[str, Any]) -> Check:
 
 def _backends(gpus: Sequence[Mapping[str, Any]]) -> Check:
     """By build, not by trial: the probe tries gloo, and `full` asks torch."""
-    if gpus and torch_has_cuda() is not False and sys.platform == "linux":
+    if gpus and hardware.torch_has_cuda() is not False and sys.platform == "linux":
         return Check(name="backends", value="gloo for CPU, NCCL for CUDA (one rank a GPU)")
     return Check(name="backends", value="gloo; no NCCL without a GPU and a CUDA build")
 
@@ -225,7 +217,7 @@ def _data_set() -> Check:
 
 def _labs(here: Mapping[str, Any], gpus: Sequence[Mapping[str, Any]], workers: int) -> Check:
     """What a lab's device=auto will use."""
-    if gpus and torch_has_cuda() is not False:
+    if gpus and hardware.torch_has_cuda() is not False:
         names = ", ".join(f"cuda:{gpu['index']} {gpu['name']}" for gpu in gpus)
         return Check(name="steptime", value=f"runs on {names}; NCCL between GPUs")
     cores = f"{here['usable_cores']:g} usable cores: start with {workers} loader worker{'s' if workers > 1 else ''} a rank"

@@ -18,6 +18,8 @@ def explain_failure(out: Path, exits: Sequence[dict[str, Any]]) -> str:
     A peer that only lost its connection is a consequence, never named as the cause.
     """
     errors = {event["rank"]: event["error"] for event in exits if event.get("error")}
+    if stuck := _nccl_timeout(out, exits):
+        return stuck
     killed = [event for event in exits if event["code"] < 0 and not event["ours"]]
     if killed:
         rank, signal_number = killed[0]["rank"], -killed[0]["code"]
@@ -38,6 +40,33 @@ def explain_failure(out: Path, exits: Sequence[dict[str, Any]]) -> str:
     if error["for_people"]:
         return str(error["message"])
     return f"rank {rank} failed: {error['type']}: {error['message']}; last lines: {last_lines(out, rank)}"
+
+
+def _nccl_timeout(out: Path, exits: Sequence[dict[str, Any]]) -> str:
+    """NCCL's watchdog aborts the ranks that waited; those that did not arrive are the others."""
+    waited = {
+        event["rank"]
+        for event in exits
+        if event["code"] == -signal.SIGABRT and _says_watchdog(out, event["rank"])
+    }
+    absent = sorted({event["rank"] for event in exits} - waited)
+    if not waited:
+        return ""
+    who = (
+        f"rank {', '.join(map(str, absent))} did not arrive"
+        if absent
+        else "the ranks waited for each other in different collectives"
+    )
+    return f"a collective timed out: {who} (NCCL's watchdog ended rank {', '.join(map(str, sorted(waited)))})"
+
+
+def _says_watchdog(out: Path, rank: int) -> bool:
+    try:
+        return "Watchdog caught collective operation timeout" in (out / f"rank-{rank}.log").read_text(
+            errors="replace"
+        )
+    except OSError:
+        return False
 
 
 def _signal_name(number: int) -> str:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from mlsyslab.contract import LabError
+from mlsyslab.devicelock import DeviceLock
 from mlsyslab.limits import containers, cores, default_workers, limits, load_average
 from mlsyslab.nvml import gpus
 from mlsyslab.probe import PROBE_VERSION, probe_rank
@@ -144,22 +145,38 @@ def cached_probe() -> dict[str, Any] | None:
     return None
 
 
-def probe(refresh: bool = False, timeout_s: float = 60.0) -> dict[str, Any]:
+def probe(refresh: bool = False, timeout_s: float = 60.0, *, locked: bool = False) -> dict[str, Any]:
     """The machine probe: kept figures up to a week old, else measured now (some 10 s at most) and kept.
 
     Keys carry their units; None is what this machine does not have. `spread` holds [p10, p90] of each figure.
+    It queues for the device like an experiment, unless the caller has it already (locked=True).
     Raises RunError where ranks cannot run; a cache that cannot be written is no error.
     """
     kept = None if refresh else cached_probe()
     if kept is not None:
         return kept
+    lock = None if locked else DeviceLock("cuda" if cuda_usable() else "cpu", "machine probe")
+    if lock:
+        lock.acquire()
+    try:
+        measured = _measure_machine(timeout_s)
+    finally:
+        if lock:
+            lock.release()
+    with contextlib.suppress(OSError, LabError):
+        cache_dir().mkdir(parents=True, exist_ok=True)
+        write_json(_probe_path(), measured)
+    return {**measured, "cached": False}
+
+
+def _measure_machine(timeout_s: float) -> dict[str, Any]:
     from mlsyslab import launch
 
     load, usable = load_average(), cores()["usable_cores"]
     begin = time.monotonic()
     config = {"cache_dir": str(cache_dir()), "cuda": bool(gpus())}
     figures = launch.call("mlsyslab.probe:probe_rank", config, ranks=2, timeout_s=timeout_s)[0]
-    measured = {
+    return {
         **figures,
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "time_s": time.time(),
@@ -167,10 +184,18 @@ def probe(refresh: bool = False, timeout_s: float = 60.0) -> dict[str, Any]:
         "load_average": load,
         "overloaded": load is not None and load > usable,
     }
-    with contextlib.suppress(OSError, LabError):
-        cache_dir().mkdir(parents=True, exist_ok=True)
-        write_json(_probe_path(), measured)
-    return {**measured, "cached": False}
+
+
+def torch_has_cuda() -> bool | None:
+    """Whether the installed torch is a CUDA build, by its version; None where the version does not say."""
+    build = re.search(r"\+(cpu|cu|rocm)", version_of("torch") or "")
+    return build.group(1) != "cpu" if build else None
+
+
+def cuda_usable(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether device="auto" will be a GPU here, told without importing torch."""
+    visible = environ.get("CUDA_VISIBLE_DEVICES", "0").strip() not in ("", "-1")
+    return visible and bool(gpus()) and torch_has_cuda() is not False
 
 
 # ---- the environment of a run
@@ -199,7 +224,7 @@ def environment(device: str, *, measure: bool = False) -> dict[str, Any]:
     """
     figures, trouble = None, None
     try:
-        figures = probe() if measure else cached_probe()
+        figures = probe(locked=True) if measure else cached_probe()
     except LabError as error:
         trouble = str(error)
     here = limits()

@@ -14,13 +14,14 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from mlsyslab import hardware
 from mlsyslab.contract import RunError
@@ -178,10 +179,10 @@ class JpegFolder(Dataset[tuple[torch.Tensor, int, torch.Tensor]]):
         return torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1)))
 
     def fill_cache(self, indices: Sequence[int]) -> None:
-        """Decode each sample once, into memory shared by the workers that are forked later."""
+        """Decode each sample once; workers that are forked later share these pages and never write to them."""
         for index in indices:
             if index not in self.cached:
-                self.cached[index] = self.decode(self.read(index), index).share_memory_()
+                self.cached[index] = self.decode(self.read(index), index)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int, torch.Tensor]:
         wall, cpu = time.perf_counter(), time.thread_time()
@@ -224,13 +225,18 @@ class StepSampler(Sampler[list[int]]):
             order = self._order(epoch)[self.rank :: self.world]
             yield [int(order[(start + i) % len(order)]) for i in range(self.batch_size)]
 
+    @lru_cache(maxsize=2)  # noqa: B019 - a sampler lives as long as its run
     def _order(self, epoch: int) -> np.ndarray[Any, Any]:
         return np.random.default_rng([self.seed, epoch]).permutation(self.images)
 
 
-def _start_worker(_: int) -> None:
+def _start_worker(number: int) -> None:
     die_with_parent()
     torch.set_num_threads(1)
+    info = get_worker_info()
+    if info:  # a forked generator would crop and flip alike in every worker
+        data: Any = info.dataset
+        data.rng = np.random.default_rng([info.seed % 2**32, number])
 
 
 def make_loader(

@@ -132,7 +132,7 @@ def from_json(config_class: type[Any], values: dict[str, Any]) -> Any:
             f"{', '.join(strange)} is no field of {config_class.__module__}.Config; "
             "the file may come from a newer mlsyslab: upgrade, or remove the field"
         )
-    return config_class(**{k: tuple(v) if known[k].kind == "ints" else v for k, v in values.items()})
+    return config_class(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
 
 
 def add_arguments(parser: argparse._ActionsContainer, config_class: type[Any]) -> None:

@@ -208,6 +208,7 @@ def _disk_note(before: int | None, after: int | None, expected: int) -> str:
 
 GPU_FIGURES = (
     "gpu_matmul_flops_per_s",
+    "gpu_float32_matmul_flops_per_s",
     "gpu_matmul_dtype",
     "gpu_copy_bytes_per_s",
     "gpu_h2d_bytes_per_s",
@@ -231,6 +232,8 @@ def measure_gpu(figures: Figures, *, wanted: bool) -> None:
     pinned = pageable.pin_memory()
     figures.values["gpu_matmul_dtype"] = str(dtype).removeprefix("torch.")
     figures.rate("gpu_matmul_flops_per_s", 2 * size**3, _on_device(lambda: left @ right))
+    left, right = torch.rand(2, size, size, device="cuda")
+    figures.rate("gpu_float32_matmul_flops_per_s", 2 * size**3, _on_device(lambda: left @ right))
     figures.rate("gpu_copy_bytes_per_s", COPY_BYTES, _on_device(lambda: target.copy_(source)))
     copy_in = lambda host: lambda: target.copy_(host, non_blocking=True)  # noqa: E731  two of a kind
     figures.rate("gpu_h2d_bytes_per_s", COPY_BYTES, _on_device(copy_in(pinned)))

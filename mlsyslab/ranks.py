@@ -9,6 +9,8 @@ import ctypes
 import os
 import signal
 import sys
+import threading
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -50,7 +52,11 @@ def rank_context(environ: dict[str, str] | None = None) -> RankContext:
             rank=int(env["SLURM_PROCID"]),
             world=int(env["SLURM_NTASKS"]),
             local_rank=int(env.get("SLURM_LOCALID", "0")),
-            local_world=int(env.get("SLURM_NTASKS_PER_NODE", "1").split("(")[0]),
+            local_world=int(
+                env.get("SLURM_TASKS_PER_NODE", env.get("SLURM_NTASKS_PER_NODE", "1"))
+                .split("(")[0]
+                .split(",")[0]
+            ),
         )
     else:
         return RankContext()
@@ -78,9 +84,18 @@ def init_process_group(context: RankContext, *, backend: str = "gloo", timeout_s
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent dies, however it dies (Linux; elsewhere a no-op)."""
+    """End this process when its parent dies, however it dies: by the kernel on Linux, elsewhere by a thread that
+    looks twice a second."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        return
+
+    def watch(parent: int) -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=watch, args=(os.getppid(),), daemon=True).start()
 
 
 def leave(code: int = 0) -> None:

@@ -65,10 +65,10 @@ class Run:
             raise RunError(
                 f"{self.path}/config.json names no lab of {', '.join(LABS)}; it is not a run directory"
             )
-        module = importlib.import_module(f"mlsyslab.labs.{stored['lab']}.config")
         try:
+            module = importlib.import_module(f"mlsyslab.labs.{stored['lab']}.config")
             return from_json(module.Config, stored.get("config", {}))
-        except ConfigError as error:
+        except (ConfigError, ImportError) as error:
             raise RunError(f"{self.path}/config.json cannot be used: {error}") from error
 
     @property
@@ -88,10 +88,9 @@ class Run:
         """state, message, error, holder and position in the queue. A run whose process is gone is `interrupted`."""
         if self._job:
             return self._job.status
-        stored = read_json(self.path / "status.json") or {
-            "state": "interrupted",
-            "message": "no status was written",
-        }
+        stored = read_json(self.path / "status.json")
+        if "state" not in stored:
+            stored = {"state": "interrupted", "message": "no status was written"}
         here = stored.get("host") in (None, socket.gethostname())
         if stored["state"] not in FINAL and here and not _alive(stored.get("pid")):
             stored = {**stored, "state": "interrupted", "message": "the process that ran it is gone"}
@@ -183,7 +182,7 @@ def _alive(pid: object) -> bool:
         return False
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
         return True
@@ -226,7 +225,11 @@ def open_run(path: str | Path) -> Run:
     stored = read_json(path / "config.json")
     if not stored:
         raise RunError(f"{path} has no readable config.json; give the folder that holds it")
-    if stored.get("schema", 0) > SCHEMA:
+    if stored.get("lab") not in LABS or not isinstance(stored.get("schema"), int):
+        raise RunError(
+            f"{path}/config.json names no lab and schema that this mlsyslab knows; it is not a run directory"
+        )
+    if stored["schema"] > SCHEMA:
         raise RunError(
             f"{path} has schema {stored['schema']}, this mlsyslab reads up to {SCHEMA}; upgrade it"
         )

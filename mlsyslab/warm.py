@@ -28,7 +28,7 @@ from mlsyslab.contract import LabError
 from mlsyslab.ranks import die_with_parent
 from mlsyslab.records import write_json
 
-# What a rank needs. mlsyslab itself stays out, so that an edited module is seen by the next run.
+# What a rank needs. The labs stay out, so that an edited one is seen by the next run.
 PRELOAD = (
     "torch",
     "torch._dynamo",
@@ -85,10 +85,11 @@ def headline(error: BaseException) -> str:
     return lines[-1].partition(": ")[2] or lines[-1]
 
 
-def run_rank(request: dict[str, Any], rank: int) -> dict[str, Any] | None:
+def run_rank(request: dict[str, Any], rank: int, store: Path) -> dict[str, Any] | None:
     """The life of one rank: call the worker and keep its result; what went wrong, or None."""
     out = Path(request["out"])
     try:
+        become_rank(request, rank, store)
         result = load(request["worker"])(request["config"], out)
         if result is not None:
             write_json(out / f"result-{rank}.json", result)
@@ -124,8 +125,7 @@ def fork_rank(request: dict[str, Any], rank: int, store: Path) -> tuple[int, int
         die_with_parent()
         if os.getppid() != server:
             os._exit(1)
-        become_rank(request, rank, store)
-        error = run_rank(request, rank)
+        error = run_rank(request, rank, store)
         code = 1 if error else 0
         if error:
             os.write(write_end, json.dumps(error).encode())

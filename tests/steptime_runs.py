@@ -14,7 +14,7 @@ from mlsyslab.labs.steptime.config import Config
 from mlsyslab.records import PHASES, StepRecord, Stream, write_json
 from mlsyslab.runs import Run, create_run
 
-PROBE = {"matmul_flops_per_s": 60e9, "gpu_matmul_flops_per_s": 50e12}
+PROBE = {"matmul_flops_per_s": 60e9, "gpu_float32_matmul_flops_per_s": 50e12}
 
 
 def write_run(

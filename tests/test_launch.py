@@ -218,6 +218,14 @@ class TestExplainFailure:
     def test_a_bus_error_is_explained_by_shared_memory(self, tmp_path):
         assert "/dev/shm" in explain_failure(tmp_path, [self.exit(0, code=-7)])
 
+    def test_nccls_watchdog_ends_those_who_waited_so_the_others_are_named(self, tmp_path):
+        for rank in (0, 2):
+            (tmp_path / f"rank-{rank}.log").write_text(
+                "[E] Watchdog caught collective operation timeout: WorkNCCL\n"
+            )
+        exits = [self.exit(0, code=-6), self.exit(2, code=-6), self.exit(1, code=-9, ours=True)]
+        assert "rank 1 did not arrive" in explain_failure(tmp_path, exits)
+
     def test_without_any_error_the_exit_codes_are_told(self, tmp_path):
         assert "rank 0 exit 3" in explain_failure(tmp_path, [self.exit(0, code=3)])
 
@@ -248,6 +256,15 @@ class TestRankContext:
         env = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1", "SLURM_NTASKS_PER_NODE": "2"}
         found = rank_context({**env, "MASTER_ADDR": "a", "MASTER_PORT": "1"})
         assert (found.rank, found.world, found.local_rank, found.local_world) == (3, 4, 1, 2)
+
+    def test_slurm_without_tasks_per_node_on_the_command_line(self):
+        env = {
+            "SLURM_PROCID": "3",
+            "SLURM_NTASKS": "4",
+            "SLURM_LOCALID": "1",
+            "SLURM_TASKS_PER_NODE": "2(x2)",
+        }
+        assert rank_context({**env, "MASTER_ADDR": "a", "MASTER_PORT": "1"}).local_world == 2
 
     def test_several_ranks_without_an_address_are_told_what_to_export(self):
         with pytest.raises(RunError, match="MASTER_ADDR and MASTER_PORT"):

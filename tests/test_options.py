@@ -105,3 +105,12 @@ def test_the_truth_lists_what_was_made_slow_and_nothing_else():
     assert [f.cause for f in faults_of(Config())] == []
     worked = {f.cause: f.magnitude for f in faults_of(PRESETS["worked_example"])}
     assert worked == {"input": pytest.approx(0.3), "compute": 0.12}
+
+
+@pytest.mark.parametrize(
+    ("preset", "cause"),
+    [("worked_example", "input"), ("quick", "input"), ("compute_bound", "compute"), ("host_bound", "host"),
+     ("communication_bound", "communication"), ("scaling", "communication")],
+)  # fmt: skip
+def test_the_first_fault_is_the_one_that_costs_most(preset, cause):
+    assert faults_of(PRESETS[preset])[0].cause == cause

@@ -127,6 +127,31 @@ def test_a_stranger_cannot_name_a_module_to_import(run_path):
         _ = open_run(run_path).config
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"lab": "foo"},
+        {"lab": "straggler"},
+        {"schema": "1"},
+        {"config": {"scaling": 3}},
+        {"config": {"steps": "x"}},
+    ],
+)
+def test_a_foreign_run_directory_is_one_sentence(run_path, change):
+    stored = json.loads((run_path / "config.json").read_text())
+    write_json(run_path / "config.json", {**stored, **change})
+    with pytest.raises(RunError):
+        _ = open_run(run_path).config
+
+
+@pytest.mark.parametrize(
+    "status", [{}, {"x": 1}, {"state": "running", "pid": 10**30}, {"state": "running", "pid": "a"}]
+)
+def test_a_broken_status_is_an_interrupted_run(run_path, status):
+    write_json(run_path / "status.json", status)
+    assert open_run(run_path).status["state"] == "interrupted"
+
+
 def test_a_bad_configuration_in_a_run_is_an_error_of_the_run(run_path):
     stored = json.loads((run_path / "config.json").read_text())
     stored["config"]["steps"] = -4

@@ -180,6 +180,86 @@ def test_a_busy_neighbour_does_not_turn_healthy_into_compute(tmp_path):
 
 
 # ---- abstentions and errors
+def test_a_rank_that_is_late_in_turn_is_no_healthy_job(tmp_path):
+    def phases(rank: int, step: int) -> dict[str, float]:
+        late = rank == step % 4
+        return {"forward_s": 0.03, "backward_s": 0.16 if late else 0.06, "sync_s": 0.002 if late else 0.1}
+
+    found = verdict(tmp_path, phases, ranks=4, header=USEFUL)
+    assert found.cause == "unknown"
+    assert "changes with step and rank" in found.reason
+
+
+def test_without_a_measured_roof_nobody_is_called_healthy_or_wasteful(tmp_path):
+    found = verdict(tmp_path, COMPUTE)
+    assert found.cause == "unknown"
+    assert "was not measured" in found.reason
+
+
+def test_figures_of_a_recorded_run_say_recorded(tmp_path):
+    found = verdict(tmp_path, {"data_s": 0.18, **COMPUTE})
+    assert {e.origin for f in found.findings for e in f.evidence} == {"recorded"}
+    assert {e.origin for e in found.evidence} == {"recorded"}
+
+
+def test_telemetry_of_warm_up_is_not_evidence_of_the_steady_steps(tmp_path):
+    run = write_run(tmp_path / "run", {"data_s": 0.18, **COMPUTE})
+    run._steps = [{**row, "time_s": 1000.0 + row["step"]} for row in run._steps]
+    samples = [(990.0, 0.0), (1001.0, 0.0), (1010.0, 0.9), (1015.0, 0.9), (1100.0, 0.0)]
+    run._telemetry = [
+        {"time_s": at, "interval_s": 0.5, "rank": 0, "worker_cpu_frac": cpu} for at, cpu in samples
+    ]
+    shown = {e.name: e.value for e in steptime.diagnose(run).evidence}
+    assert shown["cores used by a loader worker"] == pytest.approx(0.9)
+
+
+def test_memory_and_its_growth_are_summed_over_ranks_not_mixed(tmp_path):
+    run = write_run(tmp_path / "run", {"data_s": 0.18, **COMPUTE}, ranks=2)
+    run._telemetry = [
+        {"rank": rank, "worker_private_bytes": [float(size)]}
+        for rank, sizes in ((0, (10, 12)), (1, (50, 51)))
+        for size in sizes
+    ]
+    shown = {e.name: e.value for e in steptime.diagnose(run).evidence}
+    assert shown["memory of the loader workers"] == 63
+    assert shown["growth of that memory"] == 3
+
+
+def test_advice_without_a_knob_promises_nothing(tmp_path):
+    found = verdict(tmp_path, {**COMPUTE, "other_s": 0.08}, extra={"gc_s": 0.07})
+    assert found.actions[0].change == {}
+    assert found.gain is None
+
+
+def test_a_launch_bound_job_is_told_to_use_larger_batches(tmp_path):
+    found = verdict(
+        tmp_path,
+        COMPUTE,
+        telemetry={"gpu_util_frac": 0.07},
+        header={"device": "cuda:0", **POOR},
+        drained=True,
+    )
+    assert found.actions[0].change == {"batch_size": 16}
+
+
+def test_an_idle_device_that_waits_for_data_is_not_launch_bound_too(tmp_path):
+    found = verdict(
+        tmp_path,
+        {"data_s": 0.2, **COMPUTE},
+        telemetry={"gpu_util_frac": 0.3},
+        header={"device": "cuda:0", **POOR},
+        drained=True,
+    )
+    assert found.cause == "input"
+    assert "device idle without a wait" not in [f.rule for f in found.findings]
+
+
+def test_a_sweep_stopped_in_its_last_world_is_judged_by_the_one_before(tmp_path):
+    write_run(tmp_path / "run", {**COMPUTE, "sync_s": 0.1}, ranks=2)
+    add_world(tmp_path / "run", COMPUTE, ranks=4, steps=2, warmup=2)
+    assert breakdown(open_run(tmp_path / "run").records).ranks == 2
+
+
 def test_too_few_steps_decide_nothing(tmp_path):
     found = verdict(tmp_path, {"data_s": 0.2, **COMPUTE}, steps=5, warmup=2)
     assert found.cause == "unknown"
@@ -245,7 +325,7 @@ def test_noise_is_no_change_point(tmp_path):
 
 
 def test_absent_sensors_are_none_in_the_evidence_never_zero(tmp_path):
-    found = verdict(tmp_path, COMPUTE)
+    found = verdict(tmp_path, COMPUTE, header=USEFUL)
     assert {e.name: e.value for e in found.evidence}["device utilisation"] is None
     assert "not available on this machine" in str(
         next(e for e in found.evidence if e.name == "device utilisation")

@@ -122,6 +122,30 @@ def test_what_if_names_the_remedy_that_helps():
     assert found["decoded samples cached"].expected < base / 2
 
 
+def test_more_workers_do_not_help_a_slow_disk_and_the_cached_what_if_is_the_cached_prediction():
+    slow = Config(batch_size=8, storage_mb_per_s=1.0, compute_s=0.05, paced=True, width=64)
+    found = closed.what_if(slow, MACHINE)
+    assert found["2x loader workers"].expected == pytest.approx(found["as it is"].expected)
+    busy = Config(ranks=2, workers=2, batch_size=8, input_cost_s=0.05, compute_s=0.05, width=64)
+    cached = (
+        closed.predict(dataclasses.replace(busy, cache="memory"), REFERENCE_MACHINE).values["step_s"].expected
+    )
+    assert closed.what_if(busy, REFERENCE_MACHINE)["decoded samples cached"].expected == pytest.approx(
+        cached, rel=0.1
+    )
+
+
+def test_a_gpu_is_bound_by_its_own_rates():
+    machine = {**MACHINE, "gpu_float32_matmul_flops_per_s": 50e12, "gpu_copy_bytes_per_s": 3e12}
+    on_gpu = closed.predict(PRESETS["healthy"], machine).values["compute_s"].expected
+    on_cpu = (
+        closed.predict(dataclasses.replace(PRESETS["healthy"], device="cpu"), machine)
+        .values["compute_s"]
+        .expected
+    )
+    assert on_gpu < on_cpu / 100
+
+
 def test_pacing_and_an_unprobed_machine_are_said():
     said = " ".join(closed.predict(PRESETS["worked_example"]).assumptions)
     assert "paced" in said

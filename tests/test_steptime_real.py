@@ -194,9 +194,9 @@ def test_two_runs_on_one_device_take_turns_and_the_second_knows_behind_whom(tmp_
 def test_a_gpu_where_there_is_none_is_one_clear_error(tmp_path):
     from mlsyslab import hardware
 
-    if hardware.gpus():
+    if hardware.cuda_usable():
         pytest.skip("this machine has a GPU")
-    with pytest.raises(ConfigError, match="has no NVIDIA GPU; choose device='auto' or 'cpu'"):
+    with pytest.raises(ConfigError, match="can use no NVIDIA GPU here; choose device='auto' or 'cpu'"):
         steptime.start(steptime.Config(device="cuda"), out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -258,6 +258,35 @@ def test_the_same_worker_runs_under_torchrun(tmp_path):
     run = mlsyslab.open_run(out)
     assert run.status["state"] == "done"
     assert run.records.groupby("rank").size().to_dict() == {0: 6, 1: 6}
+
+
+@pytest.mark.parametrize("trouble", ["old run", "no address"])
+def test_under_torchrun_trouble_is_one_sentence_and_nothing_is_overwritten(tmp_path, trouble):
+    out = tmp_path / "run"
+    out.mkdir()
+    env = {**os.environ, "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
+    if trouble == "old run":
+        (out / "rank-1.jsonl").write_text("old\n")
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    command = [sys.executable, "-m", "mlsyslab.labs.steptime.worker", "--out", out, "--preset", "quick"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert ("holds an earlier run" if trouble == "old run" else "MASTER_ADDR and MASTER_PORT") in done.stderr
+    assert trouble != "old run" or (out / "rank-1.jsonl").read_text() == "old\n"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["worked_example", "compute_bound", "healthy"])
+def test_a_preset_on_a_gpu_is_diagnosed_as_its_name_says_or_not_at_all(name, tmp_path):
+    from mlsyslab import hardware
+
+    if not hardware.cuda_usable():
+        pytest.skip("no CUDA device here")
+    run = steptime.measure(steptime.preset(name), out=tmp_path / "run", timeout_s=300)
+    assert not run.config.paced
+    assert next(note for note in run.notes if note.get("kind") == "header")["device"].startswith("cuda")
+    assert steptime.diagnose(run).cause in (EXPECTED[name], "unknown")
 
 
 def test_the_caller_imports_no_torch(tmp_path):

@@ -12,6 +12,7 @@ from mlsyslab.labs.steptime.evidence import Facts
 from mlsyslab.labs.steptime.predict import Parts, what_if_parts
 
 BUSY_WORKER_FRAC = 0.75  # of a core; a loader worker above it is limited by CPU, not by storage
+MOST_WORKERS = 64  # the option's own limit
 GAIN_BELOW, GAIN_ABOVE = 0.25, 0.10
 
 
@@ -62,7 +63,20 @@ def _gain(before: Parts, after: Parts) -> tuple[Range, Range]:
 
 
 def actions_for(cause: str, kind: str, facts: Facts) -> tuple[Action, ...]:
-    """What to do, best first, each with the step and the gain that it promises on this run's own numbers."""
+    """What to do, best first, each with the step and the gain that it promises on this run's own numbers.
+
+    Where the lab has no knob for it (nothing in the configuration would change) the advice stands without a
+    change to apply and without a promise.
+    """
+    return tuple(
+        action
+        if replace(facts.config, **action.change) != facts.config
+        else replace(action, change={}, step_s=None, gain_frac=None)
+        for action in _candidates(cause, kind, facts)
+    )
+
+
+def _candidates(cause: str, kind: str, facts: Facts) -> tuple[Action, ...]:
     step, config = parts_of(facts), facts.config
     futures = what_if_parts(step)
 
@@ -72,8 +86,8 @@ def actions_for(cause: str, kind: str, facts: Facts) -> tuple[Action, ...]:
 
     more = action(
         "more workers",
-        f"use {max(1, 2 * config.workers)} loader workers a rank",
-        {"workers": max(1, 2 * config.workers)},
+        f"use {min(MOST_WORKERS, max(1, 2 * config.workers))} loader workers a rank",
+        {"workers": min(MOST_WORKERS, max(1, 2 * config.workers))},
         futures["2x loader workers"],
     )
     cache = action(
@@ -104,6 +118,17 @@ def actions_for(cause: str, kind: str, facts: Facts) -> tuple[Action, ...]:
             replace(step, sync_s=step.sync_s - hidden_s),
         )
         return (half,) if config.overlap else (overlap, half)
+    if kind == "launch-bound":
+        larger = min(2 * config.batch_size, 4096, config.images)
+        shorter = replace(step, compute_s=step.compute_s / 2, host_s=step.host_s / 2)
+        return (
+            action(
+                "larger batch",
+                "give each kernel more work, or fuse them; seconds are per half of the new batch",
+                {"batch_size": larger},
+                shorter,
+            ),
+        )
     if cause == "host":
         less_s = config.host_s if kind == "Python" else facts.step.host_worst_s
         return (

@@ -32,10 +32,10 @@ def steady(records: pd.DataFrame, world: int | None = None) -> pd.DataFrame:
     missing = [name for name in (*PHASES, "step_s", "rank", "step", "world", "warmup") if name not in records]
     if missing:
         raise RunError(f"the records lack {', '.join(missing)}; they were not written by StepTimer")
-    chosen = records[records["world"] == (world or records["world"].max())]
-    kept = chosen[~chosen["warmup"].astype(bool)]
-    if kept.empty:
-        raise RunError(f"all {len(chosen)} recorded steps are warm-up; record more steps than warmup")
+    warm = records[~records["warmup"].astype(bool)]
+    if warm.empty:
+        raise RunError(f"all {len(records)} recorded steps are warm-up; record more steps than warmup")
+    kept = warm[warm["world"] == (world or warm["world"].max())]
     empty = [name for name in (*PHASES, "step_s") if kept[name].isna().all()]
     if empty:
         raise RunError(

@@ -6,6 +6,7 @@ it names the cause, and further evidence names the kind. Where the evidence is t
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mlsyslab.contract import Diagnosis, Evidence, Finding
@@ -24,7 +25,18 @@ CLEAR_LEAD = 1.5  # on an overloaded machine the first share must be this many t
 
 def diagnose(run: Run) -> Diagnosis:
     """The verdict on a run, or an abstention with its reason. Raises RunError where nothing was recorded."""
-    return decide(facts_of(run))
+    verdict = decide(facts_of(run))
+    return verdict if run.origin == "measured" else _recorded(verdict)
+
+
+def _recorded(verdict: Diagnosis) -> Diagnosis:
+    """The verdict on a run read from disk: its figures were measured elsewhere or earlier, and say so."""
+
+    def mark(items: tuple[Evidence, ...]) -> tuple[Evidence, ...]:
+        return tuple(replace(item, origin="recorded") for item in items)
+
+    findings = tuple(replace(finding, evidence=mark(finding.evidence)) for finding in verdict.findings)
+    return replace(verdict, evidence=mark(verdict.evidence), findings=findings)
 
 
 def decide(facts: Facts) -> Diagnosis:
@@ -45,12 +57,7 @@ def decide(facts: Facts) -> Diagnosis:
         )
     chosen = waits[0] if waits else next((f for f in fired if f.cause == "compute"), None)
     if chosen is None:
-        return Diagnosis(
-            cause="healthy",
-            reason=f"no phase outside compute takes {WAIT_FRAC:.0%} of the step, and compute runs at {facts.efficiency_frac or 0:.0%} of the measured matmul rate",
-            where="every rank",
-            evidence=evidence,
-        )
+        return _without_a_finding(facts, evidence)
     if chosen.cause == "unknown":
         return _abstain(f"{chosen.says}; {chosen.next_check}", tuple(waits), evidence)
     kind = kind_of(chosen, facts)
@@ -65,6 +72,26 @@ def decide(facts: Facts) -> Diagnosis:
         evidence=evidence,
         actions=actions,
         gain=actions[0].gain_frac if actions else None,
+    )
+
+
+def _without_a_finding(facts: Facts, evidence: tuple[Evidence, ...]) -> Diagnosis:
+    """Healthy, where that was measured; an abstention where waits remain or the roof is unknown."""
+    waits = facts.step.frac("data_s", "h2d_s", "sync_s", "other_s")
+    if waits >= 2 * WAIT_FRAC:
+        said = f"waits take {waits:.0%} of the step, but their reason changes with step and rank"
+        return _abstain(f"{said}; record more steps on a quiet machine", (), evidence)
+    if facts.efficiency_frac is None:
+        said = "nothing but compute takes time, and whether it is well used cannot be said"
+        return _abstain(
+            f"{said}: this machine's matmul rate was not measured, run `mlsyslab doctor`", (), evidence
+        )
+    return Diagnosis(
+        cause="healthy",
+        reason=f"no phase outside compute takes {WAIT_FRAC:.0%} of the step, "
+        f"and compute runs at {facts.efficiency_frac:.0%} of the measured matmul rate",
+        where="every rank",
+        evidence=evidence,
     )
 
 

@@ -84,14 +84,14 @@ def facts_of(run: Run) -> Facts:
     changed = change_point(frame)
     if changed is not None:
         records = records[(records["step"] >= changed) | records["warmup"].astype(bool)]
-    step = breakdown(records)
-    samples = run.telemetry
+    step, frame = breakdown(records), steady(records)
+    samples = _meanwhile(run.telemetry, frame)
     probe = run.environment.get("probe") or {}
     workers, load_s = config.workers, None
     if "load_wall_s" in frame:
         load_s = float(frame["load_wall_s"].mean())
     head = headers[0] if headers else {}
-    private = _sums(samples, "worker_private_bytes")
+    memory = _memory(samples)
     worlds = sorted(int(world) for world in run.records["world"].unique())
     worker_cpu = _mean(samples, "worker_cpu_frac")
     return Facts(
@@ -100,9 +100,7 @@ def facts_of(run: Run) -> Facts:
         paced=bool(head.get("paced", config.paced)),
         worker_cpu_frac=worker_cpu / workers if worker_cpu is not None and workers else None,
         worker_delay_frac=_ratio(_mean(samples, "worker_run_delay_frac"), float(workers) or None),
-        idle_cores=_idle_cores(
-            run.environment.get("limits", {}).get("usable_cores"), _mean(samples, "busy_cores")
-        ),
+        idle_cores=_idle_cores(run.environment.get("limits", {}), _mean(samples, "busy_cores")),
         read_frac=_ratio(_mean(frame, "load_read_s"), load_s),
         load_s=load_s,
         device_util_frac=_mean(samples, "gpu_util_frac"),
@@ -114,8 +112,8 @@ def facts_of(run: Run) -> Facts:
         net_bytes_per_s=_mean(samples, "net_bytes_per_s"),
         loopback_bytes_per_s=_mean(samples, "loopback_bytes_per_s"),
         device_memory_bytes=_mean(samples, "gpu_memory_bytes"),
-        worker_bytes=private[-1] if private else None,
-        worker_growth_bytes=private[-1] - private[0] if len(private) > 1 else None,
+        worker_bytes=memory[0],
+        worker_growth_bytes=memory[1],
         startup_s=_mean(run.records, "startup_s"),
         scaling_s={world: breakdown(run.records, world).step_s for world in worlds}
         if len(worlds) > 1
@@ -130,17 +128,35 @@ def _headers(run: Run) -> list[dict[str, Any]]:
     return sorted((note for note in found if note["world"] == largest), key=lambda note: note["rank"])
 
 
-def _sums(samples: pd.DataFrame, name: str) -> list[float]:
-    """The sum over workers at each sample that has a value for every one of them."""
-    if name not in samples:
-        return []
-    return [
-        float(sum(each)) for each in samples[name] if isinstance(each, list) and each and None not in each
-    ]
+def _meanwhile(samples: pd.DataFrame, frame: pd.DataFrame) -> pd.DataFrame:
+    """The samples taken during the steady steps; those of calibration, warm-up or another world say nothing here."""
+    if samples.empty or "time_s" not in frame or "time_s" not in samples:
+        return samples
+    middle_s = samples["time_s"] - samples["interval_s"] / 2
+    return samples[(middle_s >= frame["time_s"].min()) & (samples["time_s"] <= frame["time_s"].max() + 1)]
 
 
-def _idle_cores(usable: float | None, busy: float | None) -> float | None:
-    return max(0.0, usable - busy) if usable is not None and busy is not None else None
+def _memory(samples: pd.DataFrame) -> tuple[float | None, float | None]:
+    """Private bytes of all loader workers at the end, and how much they have grown, summed over the ranks."""
+    if "worker_private_bytes" not in samples:
+        return None, None
+    last, growth, seen = 0.0, 0.0, False
+    for _, rows in samples.groupby("rank"):
+        sums = [
+            sum(each)
+            for each in rows["worker_private_bytes"]
+            if isinstance(each, list) and each and None not in each
+        ]
+        if sums:
+            last, growth, seen = last + sums[-1], growth + sums[-1] - sums[0], True
+    return (last, growth) if seen else (None, None)
+
+
+def _idle_cores(limits: Mapping[str, Any], busy: float | None) -> float | None:
+    """Cores that nobody used; None in a container with a quota, which sees the busy cores of the whole host."""
+    if busy is None or limits.get("usable_cores") is None or limits.get("quota_cores") is not None:
+        return None
+    return max(0.0, limits["usable_cores"] - busy)
 
 
 def _ratio(part: float | None, whole: float | None) -> float | None:
@@ -155,7 +171,9 @@ def _efficiency(
     On the CPU the seconds are the training thread's CPU time, so that a busy neighbour does not look like bad code.
     """
     on_gpu = str(head.get("device", "cpu")).startswith("cuda")
-    roof = probe.get("gpu_matmul_flops_per_s" if on_gpu else "matmul_flops_per_s")
+    roof = probe.get(
+        "gpu_float32_matmul_flops_per_s" if on_gpu else "matmul_flops_per_s"
+    )  # the model is float32
     if not roof or not head.get("matmul_flops"):
         return None
     seconds = step.phases_s["forward_s"] + step.phases_s["backward_s"]

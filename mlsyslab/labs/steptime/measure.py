@@ -22,7 +22,7 @@ def preset(name: str) -> Config:
     where there is a GPU. Raises ConfigError for an unknown name."""
     if name not in PRESETS:
         raise ConfigError(f"preset {name!r} is not one of {', '.join(PRESETS)}; choose one of them")
-    return scaled(PRESETS[name], hardware.cached_probe() or {}, cuda=bool(hardware.gpus()))
+    return scaled(PRESETS[name], hardware.cached_probe() or {}, cuda=hardware.cuda_usable())
 
 
 def start(config: Config, *, out: str | Path | None = None, probe: bool = True) -> Run:
@@ -31,10 +31,12 @@ def start(config: Config, *, out: str | Path | None = None, probe: bool = True) 
     out: the run directory (absent or empty); default runs/steptime-<time>. probe=False leaves the machine probe
     out where it is not cached. Raises ConfigError for a GPU that is not there, RunError where `out` cannot be written.
     """
-    gpus = hardware.gpus()
-    if config.device == "cuda" and not gpus:
-        raise ConfigError("device='cuda' but this machine has no NVIDIA GPU; choose device='auto' or 'cpu'")
-    device = "cuda:0" if gpus and config.device != "cpu" else "cpu"
+    usable = hardware.cuda_usable()
+    if config.device == "cuda" and not usable:
+        raise ConfigError("device='cuda' but torch can use no NVIDIA GPU here; choose device='auto' or 'cpu'")
+    device = (
+        "cuda" if usable and config.device != "cpu" else "cpu"
+    )  # one queue for all GPUs: ranks may take several
     expected = config.steps * sum(config.worlds)
     truth = [fault.to_json() for fault in faults_of(config)]
     path = create_run("steptime", config, out=out, truth=truth, expected=expected)

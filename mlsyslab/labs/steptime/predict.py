@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mlsyslab.contract import Prediction, Range
 from mlsyslab.labs.steptime.breakdown import WAIT_FRAC
-from mlsyslab.labs.steptime.config import REFERENCE_ALLREDUCE_BYTES_PER_S, Config
+from mlsyslab.labs.steptime.config import IMAGE_BYTES, REFERENCE_ALLREDUCE_BYTES_PER_S, Config
 
 # A 2-core cloud machine, measured with the probe (docs/log.md); used where this machine was not probed.
 REFERENCE_MACHINE: Mapping[str, float] = {
@@ -21,7 +20,6 @@ REFERENCE_MACHINE: Mapping[str, float] = {
     "allreduce_latency_s": 350e-6,
     "jpeg_decode_s": 0.003,
 }
-IMAGE_BYTES = 75e3  # mean of the data set's files
 BUCKET_BYTES = 25e6  # DDP's bucket
 MATMUL_SHARE = 0.65  # of the probe's matmul rate that this model reaches, GELU and bias included
 HOST_FLOOR_S = 0.003  # Python, hooks and collation between the phases
@@ -33,10 +31,11 @@ BELOW, ABOVE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """A step in five numbers, seconds. load_s: the time between two batches that the loader can sustain.
+    """A step in a few numbers, seconds. load_s: the time between two batches that the loader can sustain; read_s:
+    what the storage alone would take, however many workers there are.
 
-    cores_s: CPU seconds that all ranks and their workers spend on a step; device_cores: cores to spend them on.
-    ahead: batches are loaded while the device computes (workers > 0).
+    cores_s: CPU seconds that all ranks and their workers spend on a step, loading_cores_s of them on loading;
+    cores: what there is to spend them on. ahead: batches are loaded while the device computes (workers > 0).
     """
 
     load_s: float
@@ -46,6 +45,8 @@ class Parts:
     cores_s: float
     cores: float
     ahead: bool = True
+    read_s: float = 0.0
+    loading_cores_s: float = 0.0
 
     @property
     def device_s(self) -> float:
@@ -107,9 +108,9 @@ def parts(config: Config, ranks: int, machine: Mapping[str, float]) -> Parts:
     cached = config.cache == "memory"
     cost_s = 0.0003 if cached else max(config.input_cost_s, machine["jpeg_decode_s"])
     batch_cpu_s = config.batch_size * cost_s
-    load_s = batch_cpu_s / max(config.workers, 1)
-    if config.storage_mb_per_s and not cached:
-        load_s = max(load_s, config.batch_size * IMAGE_BYTES / (config.storage_mb_per_s * 1e6))
+    limited = config.storage_mb_per_s > 0 and not cached
+    read_s = config.batch_size * IMAGE_BYTES / (config.storage_mb_per_s * 1e6) if limited else 0.0
+    load_s = max(batch_cpu_s / max(config.workers, 1), read_s)
     model_s = model_flops(config) / (MATMUL_SHARE * machine["matmul_flops_per_s"])
     compute_s = max(config.compute_s, model_s)
     size_bytes = 4 * model_parameters(config)
@@ -126,6 +127,8 @@ def parts(config: Config, ranks: int, machine: Mapping[str, float]) -> Parts:
         cores_s=ranks * busy_s,
         cores=max(machine["usable_cores"], 1.0),
         ahead=config.workers > 0,
+        read_s=read_s,
+        loading_cores_s=ranks * batch_cpu_s,
     )
 
 
@@ -144,12 +147,7 @@ def predict(config: Config, machine: Mapping[str, Any] | None = None) -> Predict
     machine: the probe's figures of this machine (`hardware.probe()`); without them the reference machine's.
     values: step_s, data_s, compute_s, sync_s, host_s, data_frac, samples_per_s.
     """
-    known = {
-        k: float(v)
-        for k, v in (machine or {}).items()
-        if k in REFERENCE_MACHINE and isinstance(v, (int, float))
-    }
-    figures = {**REFERENCE_MACHINE, **known}
+    figures = machine_for(config, machine)
     ranks = max(config.worlds)
     step = parts(config, ranks, figures)
     step_range = Range.around(step.step_s, BELOW, ABOVE)
@@ -171,15 +169,15 @@ def predict(config: Config, machine: Mapping[str, Any] | None = None) -> Predict
     }
     return Prediction(
         values=values,
-        assumptions=tuple(_assumptions(config, known)),
+        assumptions=tuple(_assumptions(config, machine or {})),
         cause=cause_of(step, config.compute_s > 0),
     )
 
 
-def _assumptions(config: Config, known: Mapping[str, float]) -> list[str]:
+def _assumptions(config: Config, machine: Mapping[str, Any]) -> list[str]:
     said = ["steady state: the first batches, which the loader made before the first step, are not counted"]
     said.append("nothing else uses this machine's cores; a busy machine is slower than the range")
-    if not known:
+    if not machine:
         said.append("this machine was not probed: its rates are those of a 2-core reference machine")
     if config.paced:
         said.append(
@@ -189,29 +187,40 @@ def _assumptions(config: Config, known: Mapping[str, float]) -> list[str]:
         said.append(
             "ring all-reduce at the rate of two ranks on this machine; more ranks than cores take turns"
         )
+        if machine.get("gpu_float32_matmul_flops_per_s") and config.device != "cpu":
+            said.append(
+                "all-reduce between GPUs was not probed: the rate is that of two ranks through the host"
+            )
     return said
 
 
 def what_if_parts(step: Parts) -> dict[str, Parts]:
     """The same step after each of the four usual remedies."""
+    more_s = max(step.load_s / 2, step.read_s) if step.ahead else step.load_s
     return {
-        "2x loader workers": dataclasses.replace(
-            step, load_s=step.load_s / 2 if step.ahead else step.load_s, ahead=True
+        "2x loader workers": replace(step, load_s=more_s, ahead=True),
+        "decoded samples cached": replace(
+            step, load_s=0.0, read_s=0.0, cores_s=step.cores_s - step.loading_cores_s
         ),
-        "decoded samples cached": dataclasses.replace(
-            step, load_s=0.0, cores_s=step.cores_s - step.load_s * step.ahead
-        ),
-        "2x faster device": dataclasses.replace(step, compute_s=step.compute_s / 2),
-        "free communication": dataclasses.replace(step, sync_s=0.0),
+        "2x faster device": replace(step, compute_s=step.compute_s / 2),
+        "free communication": replace(step, sync_s=0.0),
     }
+
+
+def machine_for(config: Config, machine: Mapping[str, Any] | None) -> dict[str, float]:
+    """The rates that bound this configuration: the probe's, a GPU's where the model runs on one, else the
+    reference machine's."""
+    given = dict(machine or {})
+    if config.device != "cpu" and given.get("gpu_float32_matmul_flops_per_s"):
+        given["matmul_flops_per_s"] = given["gpu_float32_matmul_flops_per_s"]
+        given["copy_bytes_per_s"] = given.get("gpu_copy_bytes_per_s")
+    known = {k: float(v) for k, v in given.items() if k in REFERENCE_MACHINE and isinstance(v, (int, float))}
+    return {**REFERENCE_MACHINE, **known}
 
 
 def what_if(config: Config, machine: Mapping[str, Any] | None = None) -> dict[str, Range]:
     """Predicted seconds a step as configured ("as it is") and after each remedy."""
-    figures = {
-        **REFERENCE_MACHINE,
-        **{k: float(v) for k, v in (machine or {}).items() if k in REFERENCE_MACHINE and v},
-    }
+    figures = machine_for(config, machine)
     step = parts(config, max(config.worlds), figures)
     return {
         name: Range.around(p.step_s, BELOW, ABOVE)

@@ -167,6 +167,8 @@ def _launch(facts: Facts) -> Finding | None:
         or facts.device_util_frac > 0.7
     ):
         return None
+    if facts.step.data_worst_s > WAIT_FRAC * facts.step.step_s:
+        return None  # the device waits for data: that is another rule's finding
     idle = 1 - facts.device_util_frac
     return Finding(
         rule="device idle without a wait",
@@ -192,7 +194,9 @@ def _compute(facts: Facts) -> Finding | None:
     share = facts.step.compute_s / facts.step.step_s
     if share < 0.5:
         return None
-    poor = facts.efficiency_frac is None or facts.efficiency_frac < EFFICIENT_FRAC
+    # Without a measured roof only work that was added on purpose is known to be poor.
+    added = facts.paced or facts.config.compute_s > 0
+    poor = added if facts.efficiency_frac is None else facts.efficiency_frac < EFFICIENT_FRAC
     if not poor:
         return None
     return Finding(

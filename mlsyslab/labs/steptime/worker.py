@@ -10,8 +10,10 @@ import argparse
 import dataclasses
 import gc
 import os
+import socket
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from mlsyslab import hardware, jpegs, processes, telemetry, workloads
 from mlsyslab.contract import LabError, RunError
 from mlsyslab.labs.steptime.config import PRESETS, Config, faults_of
+from mlsyslab.labs.steptime.measure import preset
 from mlsyslab.options import add_arguments, config_from_arguments, from_json
 from mlsyslab.ranks import RankContext, init_process_group, leave, rank_context
 from mlsyslab.records import SCHEMA, StepRecord, Stream, write_json
@@ -113,6 +116,8 @@ def train(config: Config, out: Path, context: RankContext) -> None:
     """The experiment of one rank. Order matters: loader workers fork before any communication thread exists."""
     torch.set_num_threads(1)
     device = pick_device(config, context)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # events and streams without a device of their own mean the current one
     notes = Stream(out / f"rank-{context.rank}.jsonl")
     loader = build_loader(config, context, notes)
     backend = pick_backend(device, context) if context.world > 1 else "none"
@@ -156,7 +161,7 @@ def loop(model: nn.Module, batches: Any, config: Config, device: torch.device, s
     collected = GarbageSeconds()
 
     def write(record: StepRecord) -> None:
-        stream.write(record.to_json())
+        stream.write({**record.to_json(), "time_s": time.time()})  # to find the telemetry of the same moment
 
     with StepTimer(model, optimizer, on_record=write, warmup=config.warmup, pressure=run_queue_s) as timer:
         for host_images, host_labels, spent in timer(batches, steps=config.steps):
@@ -220,13 +225,16 @@ def command_line(argv: list[str]) -> int:
     arguments = parser.parse_args(argv)
     try:
         context = rank_context()
-        base = dataclasses.replace(PRESETS[arguments.preset], scaling=(), ranks=context.world)
-        config = config_from_arguments(arguments, base)
+        given = config_from_arguments(arguments, preset(arguments.preset))
+        config = dataclasses.replace(given, ranks=context.world, scaling=())  # the world is the launcher's
         share_run(config, arguments.out, context)
         train(config, arguments.out, context)
     except LabError as error:
-        print(f"rank {rank_context().rank}: {error}", file=sys.stderr)
+        print(f"mlsyslab: {error}", file=sys.stderr)
         leave(2)
+    except Exception:
+        traceback.print_exc()
+        leave(1)
     if context.rank == 0:
         write_json(arguments.out / "status.json", {"state": "done", "message": "finished"})
     leave(0)
@@ -235,12 +243,14 @@ def command_line(argv: list[str]) -> int:
 
 def share_run(config: Config, out: Path, context: RankContext) -> None:
     """Rank 0 writes what `measure` writes elsewhere; the others wait until it is there."""
+    if (out / f"rank-{context.rank}.jsonl").exists():
+        raise RunError(f"{out} holds an earlier run; choose a new folder, so that no record is overwritten")
     if context.rank == 0:
         truth = [fault.to_json() for fault in faults_of(config)]
         create_run("steptime", config, out=out, truth=truth, expected=config.steps * context.world)
-        write_json(
-            out / "environment.json", {**hardware.environment("cpu"), "probe": hardware.cached_probe()}
-        )
+        who = {"pid": os.getpid(), "host": socket.gethostname(), "time_s": time.time()}
+        write_json(out / "status.json", {"state": "running", "message": f"{context.world} ranks", **who})
+        write_json(out / "environment.json", hardware.environment(str(pick_device(config, context))))
         return
     until = time.monotonic() + COLLECTIVE_TIMEOUT_S
     while not (out / "environment.json").exists():
