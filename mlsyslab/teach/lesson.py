@@ -44,11 +44,7 @@ BOUNDS = {
 }
 MACHINE_ROWS = ("Python", "torch", "GPU", "cores", "memory", "/dev/shm", "backends", "load", "steptime")
 # Means over a run's telemetry that a lab's verdict does not need, but a reader looks for.
-COUNTERS = (
-    ("network inside this machine", "bytes_per_s", "loopback_bytes_per_s"),
-    ("device memory", "bytes", "gpu_memory_bytes"),
-    ("CPU time stolen by the hypervisor", "frac", "steal_frac"),
-)
+COUNTERS = (("CPU time stolen by the hypervisor", "frac", "steal_frac"),)
 
 
 @dataclass(frozen=True)
