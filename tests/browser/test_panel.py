@@ -144,7 +144,8 @@ def test_run_works_by_keyboard_alone(page: Any, lab: Any) -> None:
     wait_enabled(page, "button.mls-reveal")
     page.locator("button.mls-reveal").focus()
     page.keyboard.press("Enter")
-    wait_for_words(page, ".mls-verdict", "waits for data")
+    wait_for_words(page, ".mls-status", "^The verdict is below")
+    assert "waits for data" in words(page, ".mls-verdict")
 
 
 def test_a_failing_run_is_one_sentence_in_the_panel(page: Any, lab: Any) -> None:
@@ -183,6 +184,7 @@ def test_blocking_mode_shows_pictures_in_the_cell_that_runs(page: Any, lab: Any)
     wait_for_words(page, ".mls-words", r"step \d+ of 12")
     wait_for_new_picture(page, source(page))
     wait_enabled(page, "button.mls-check")
+    assert "step" in words(page, ".mls-table")
 
 
 def test_a_reload_in_mid_run_keeps_panel_picture_and_stop(page: Any, lab: Any) -> None:
@@ -194,6 +196,7 @@ def test_a_reload_in_mid_run_keeps_panel_picture_and_stop(page: Any, lab: Any) -
     page.locator("img.mls-live").wait_for()
     wait_for_new_picture(page, source(page))
     stop(page)
+    assert words(page, ".mls-status").startswith("Stopped")
 
 
 def test_scrolled_away_and_back_the_picture_still_moves(page: Any, lab: Any) -> None:
@@ -214,6 +217,7 @@ def test_scrolled_away_and_back_the_picture_still_moves(page: Any, lab: Any) -> 
         page.locator("img.mls-live").wait_for()
         wait_for_new_picture(page, source(page))
         stop(page)
+        assert words(page, ".mls-status").startswith("Stopped")
     finally:
         lab.set_setting(NOTEBOOKS, windowingMode="none")
 
