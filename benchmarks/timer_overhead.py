@@ -50,8 +50,8 @@ class Step:
 
 
 STEPS = (
-    Step(name="empty", width=4, layers=1, batch=2, steps=60),
-    Step(name="short", width=128, layers=5, batch=48, steps=30),
+    Step(name="empty", width=4, layers=1, batch=2, steps=200),
+    Step(name="short", width=128, layers=5, batch=48, steps=60),
     Step(name="long", width=512, layers=10, batch=160, steps=3),
 )
 

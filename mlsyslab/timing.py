@@ -8,13 +8,15 @@
 A step is a list of marks on one clock. Each mark closes the running phase and opens the next, so the seven
 phases sum to the step by construction. Hooks on the model, its output and the optimizer set the marks:
 
-    next(loader)  "data" | batch is here  "other" | model called  "forward" | output's gradient  "backward"
+    next(loader)  "data" | batch is here  "other" | model called  "forward" | backward() called  "backward"
     | last gradient  "sync" | DDP has finished  "other" | optimizer.step()  "optimizer" | it returned  "other"
 
-The loss is part of `forward`. Under DDP `sync` is exposed communication: the autograd engine runs a callback
-that was queued when backward began as soon as no gradient is left to compute, and DDP queues its own, the
-one that waits for the buckets, in between. So our first callback is "last gradient", and a second one, queued
-by the first, is "DDP has finished": no hook on any parameter, nothing on the communication stream.
+The loss is part of `forward`, its gradient of `backward`, and so is every backward() after the model's first
+forward, also another model's. Under DDP `sync` is exposed communication: a hook on the model's output queues
+a callback, which the autograd engine runs as soon as no gradient is left to compute, and DDP queues its own,
+the one that waits for the buckets, in between. So our first callback is "last gradient", and a second one,
+queued by the first, is "DDP has finished": no hook on any parameter, nothing on the communication stream.
+A single rank drops the hook on the output once it has seen a gradient there.
 Communication elsewhere is not separated: FSDP's waits, and the buffers that DDP broadcasts in forward, are
 part of the phase in which they happen.
 """
@@ -28,13 +30,25 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mlsyslab.clocks import Clock, clock_of
 from mlsyslab.contract import ConfigError, RunError
+from mlsyslab.marks import Marks
 from mlsyslab.records import PHASES, StepRecord
-from mlsyslab.steps import RESERVED, WRITE_EVERY_S, Step, fold, one_number, open_lines, rank_and_world, row_of
-from mlsyslab.wiring import WrappedForward, check_fired, check_wiring, differentiable, hook_gradient
+from mlsyslab.steps import (
+    RESERVED,
+    WRITE_EVERY_S,
+    Step,
+    fold,
+    one_number,
+    open_lines,
+    rank_and_world,
+    record_of,
+    row_of,
+)
+from mlsyslab.wiring import check_fired, check_wiring
 
 if TYPE_CHECKING:
     import torch
@@ -65,7 +79,7 @@ class _Phase:
             self._timer._mark(self._before)
 
 
-class StepTimer:
+class StepTimer(Marks):
     """Times the phases of each training step and writes one StepRecord a step, seconds.
 
     model: the module that the loop calls, DDP-wrapped or plain. optimizer: whose step() is timed, or None.
@@ -95,28 +109,21 @@ class StepTimer:
         on_record: Callable[[StepRecord], None] | None = None,
         pressure: Callable[[], float | None] | None = None,
     ) -> None:
-        import torch
-
         check_wiring(model, optimizer, warmup)
-        self.rank, self.world = rank_and_world()
+        self.rank, world = rank_and_world()
         self.clock = clock or clock_of(model)
         self.warmup = warmup
         self.dropped = 0
         self._on_record, self._pressure = on_record, pressure
         self._lines = open_lines(out, self.rank) if out is not None else None
-        self._stamp = self.clock.stamp
-        engine: Any = torch.autograd.Variable._execution_engine
-        self._after_backward = engine.queue_callback
-        self._marks: list[Any] | None = None  # the running step's, None between steps
         self._step: Step | None = None
         self._pending: deque[Step] = deque()
         self._steps = 0
-        self._forwards = self._awaited = self._backwards = self._updates = False
         self._cpu_s, self._due_s = 0.0, 0.0
         self._waited_s: float | None = None
-        self._in_backward = self._closed = False
+        self._closed = False
         self._wired_optimizer = optimizer is not None
-        self._handles = self._hook(model, optimizer)
+        super().__init__(model, optimizer, world, self.clock.stamp)
 
     # ---- the loop
     def __call__(self, loader: Iterable[T], *, steps: int | None = None) -> Generator[T, None, None]:
@@ -127,7 +134,7 @@ class StepTimer:
         return self._epoch(loader, steps)
 
     def _epoch(self, loader: Iterable[T], steps: int | None) -> Generator[T, None, None]:
-        started_s = time.perf_counter()
+        started_s, self._thread = time.perf_counter(), get_ident()
         batches = iter(loader)
         self._read_host()
         done, step = 0, None
@@ -156,7 +163,7 @@ class StepTimer:
             self._abandon()
         number = self._steps
         self._step = step = Step(number, first or number < self.warmup, self._stamp())
-        self._marks, self._in_backward = step.marks, False
+        self._marks, self._in_backward, self._asked = step.marks, False, False
         return step
 
     def _refuse_closed(self) -> None:
@@ -172,7 +179,8 @@ class StepTimer:
 
     def _fetch(self, batches: Iterator[T], started_s: float | None) -> T:
         batch = next(batches)
-        self._mark("other_s")
+        if self._marks is not None:
+            self._marks += "other_s", self._stamp()
         if started_s is not None and self._step:
             self._step.extra = {"startup_s": time.perf_counter() - started_s}
         return batch
@@ -207,12 +215,7 @@ class StepTimer:
             self.clock.release(self._step.marks[1::2])
         self._step = self._marks = None
 
-    # ---- marks
-    def _mark(self, phase: str) -> None:
-        marks = self._marks
-        if marks is not None and marks[-2] != phase:
-            marks += phase, self._stamp()
-
+    # ---- what the loop says itself
     def phase(self, name: str) -> _Phase:
         """A block of the step that belongs to phase `name` ("h2d", "sync", ...); the one before it comes back after.
 
@@ -244,50 +247,6 @@ class StepTimer:
         if extra:
             step.extra = {**step.extra, **extra}
 
-    def _hook(self, model: Any, optimizer: Any) -> list[Any]:
-        handles: list[Any] = [WrappedForward(model, self._on_forward, self._on_output)]
-        if optimizer is not None:
-            handles.append(optimizer.register_step_pre_hook(self._on_optimizer))
-            handles.append(optimizer.register_step_post_hook(self._on_updated))
-        return handles
-
-    def _on_forward(self) -> None:
-        if not self._in_backward:  # activation checkpointing calls forward again: part of backward's own work
-            self._mark("forward_s")
-
-    def _on_output(self, output: Any) -> None:
-        if self._marks is None:
-            return
-        self._forwards = True
-        # A hook on the tensors, not a full backward hook: that one copies each output, and misses dicts.
-        for tensor in (output,) if getattr(output, "requires_grad", False) else differentiable(output):
-            self._awaited = True
-            hook_gradient(tensor, self._on_backward)
-
-    def _on_backward(self, gradient: object) -> None:
-        if self._marks is not None and not self._in_backward:
-            self._backwards = self._in_backward = True
-            self._mark("backward_s")
-            self._after_backward(self._on_last_gradient)
-
-    def _on_last_gradient(self) -> None:
-        if self.world > 1:
-            self._mark("sync_s")
-            self._after_backward(self._on_backward_end)
-        else:
-            self._on_backward_end()
-
-    def _on_backward_end(self) -> None:
-        self._in_backward = False
-        self._mark("other_s")
-
-    def _on_optimizer(self, *_: object) -> None:
-        self._updates = True
-        self._mark("optimizer_s")
-
-    def _on_updated(self, *_: object) -> None:
-        self._mark("other_s")
-
     # ---- records
     def _resolve(self) -> None:
         """Emit the steps whose moments have passed, oldest first."""
@@ -298,13 +257,16 @@ class StepTimer:
             self._lines.write_rows(rows)
         if self._on_record:
             for row in rows:
-                self._on_record(StepRecord(**row))
+                self._on_record(record_of(row))
         self._due_s = time.perf_counter() + WRITE_EVERY_S
 
-    def _read(self, step: Step) -> list[dict[str, Any]]:
+    def _read(self, step: Step) -> list[tuple[Any, ...]]:
         """The step's row; none where the clock gave no number."""
         laps = fold(step.marks, step.end, self.clock.seconds)
-        self.clock.release([*step.marks[1::2], step.end, *([] if step.guard is step.end else [step.guard])])
+        if not self.clock.host:
+            self.clock.release(
+                [*step.marks[1::2], step.end, *([] if step.guard is step.end else [step.guard])]
+            )
         step_s = sum(laps.values())
         if math.isfinite(step_s):
             return [row_of(step, laps, step_s, self.rank, self.world)]
