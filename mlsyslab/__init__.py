@@ -16,13 +16,17 @@ from mlsyslab.contract import ConfigError, LabError, RunError
 from mlsyslab.runs import open_run
 
 if TYPE_CHECKING:
-    from mlsyslab.labs import steptime
+    from mlsyslab.labs import steptime, straggler
     from mlsyslab.timing import StepTimer
 
 __version__ = "0.1.0"
-__all__ = ["ConfigError", "LabError", "RunError", "StepTimer", "open_run", "steptime"]
+__all__ = ["ConfigError", "LabError", "RunError", "StepTimer", "open_run", "steptime", "straggler"]
 
-_LAZY = {"steptime": ("mlsyslab.labs.steptime", ""), "StepTimer": ("mlsyslab.timing", "StepTimer")}
+_LAZY = {
+    "steptime": ("mlsyslab.labs.steptime", ""),
+    "straggler": ("mlsyslab.labs.straggler", ""),
+    "StepTimer": ("mlsyslab.timing", "StepTimer"),
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -67,6 +67,7 @@ def check(root: Path = ROOT, *, full: bool = False) -> list[Check]:
         _front_end(),
         _data_set(),
         _labs(here, gpus, default_workers(root=root)),
+        _straggler(here),
     ]
 
 
@@ -222,6 +223,15 @@ def _labs(here: Mapping[str, Any], gpus: Sequence[Mapping[str, Any]], workers: i
         return Check(name="steptime", value=f"runs on {names}; NCCL between GPUs")
     cores = f"{here['usable_cores']:g} usable cores: start with {workers} loader worker{'s' if workers > 1 else ''} a rank"
     return Check(name="steptime", value=f"runs on the CPU, gloo, paced accelerator, {cores}")
+
+
+def _straggler(here: Mapping[str, Any]) -> Check:
+    """Which faults the straggler lab can inject here."""
+    if here["usable_cores"] >= 2 and hasattr(os, "sched_setaffinity"):
+        return Check(name="straggler", value="runs as steptime does; every fault can be injected")
+    return Check(
+        name="straggler", value="runs as steptime does; every fault but cpu_contention, which needs two cores"
+    )
 
 
 # ---- the probe's rows

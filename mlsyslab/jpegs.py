@@ -240,7 +240,7 @@ def _start_worker(number: int) -> None:
 
 
 def make_loader(
-    dataset: JpegFolder, sampler: StepSampler, *, workers: int, prefetch: int, pinned: bool = False
+    dataset: JpegFolder, sampler: Sampler[Any], *, workers: int, prefetch: int, pinned: bool = False
 ) -> DataLoader[Any]:
     """A DataLoader with real worker processes that die with the rank."""
     more: dict[str, Any] = {"prefetch_factor": prefetch, "multiprocessing_context": "fork"} if workers else {}

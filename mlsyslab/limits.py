@@ -30,11 +30,11 @@ def _text(path: Path) -> str:
         return ""
 
 
-def _cgroup_dirs(root: Path, controller: str) -> Iterator[Path]:
+def cgroup_dirs(root: Path, controller: str) -> Iterator[Path]:
     """Folders whose limits hold for this process: its own control group and all above it, cgroup v1 and v2.
 
     Inside a container the path in /proc may be the host's while the mount shows the group itself: the mount's root
-    is always among them.
+    is always among them. A folder may come twice, under two names.
     """
     base = root / "sys/fs/cgroup"
     for line in _text(root / "proc/self/cgroup").splitlines():
@@ -51,7 +51,7 @@ def _cgroup_dirs(root: Path, controller: str) -> Iterator[Path]:
 def cpu_quota(root: Path = ROOT) -> float | None:
     """Cores that the tightest control group allows; None without a quota."""
     quotas = []
-    for folder in _cgroup_dirs(root, "cpu"):
+    for folder in cgroup_dirs(root, "cpu"):
         words = _text(folder / "cpu.max").split() or [
             _text(folder / f"cpu.cfs_{what}_us").strip() for what in ("quota", "period")
         ]
@@ -63,7 +63,7 @@ def cpu_quota(root: Path = ROOT) -> float | None:
 def cgroup_memory(root: Path = ROOT) -> tuple[int, int] | None:
     """(limit, still free) in bytes under the tightest control groups; None without a limit. Idle page cache is free."""
     found = []
-    for folder in _cgroup_dirs(root, "memory"):
+    for folder in cgroup_dirs(root, "memory"):
         for limit_name, used_name in (
             ("memory.max", "memory.current"),
             ("memory.limit_in_bytes", "memory.usage_in_bytes"),

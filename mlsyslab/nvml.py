@@ -24,6 +24,7 @@ THROTTLES = {
 }
 SENSORS = (
     "gpu_util_frac",
+    "gpu_memory_util_frac",
     "gpu_memory_bytes",
     "gpu_sm_clock_hz",
     "gpu_throttle",
@@ -102,6 +103,7 @@ class Gpu:
             mask = self._ask("nvmlDeviceGetCurrentClocksThrottleReasons")
         return {
             "gpu_util_frac": None if used is None else used.gpu / 100,
+            "gpu_memory_util_frac": None if used is None else used.memory / 100,
             "gpu_memory_bytes": None if memory is None else int(memory.used),
             "gpu_sm_clock_hz": None if clock_mhz is None else clock_mhz * 1e6,
             "gpu_throttle": None if mask is None else throttle_names(int(mask)),

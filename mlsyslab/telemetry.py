@@ -4,7 +4,9 @@
 a line every period to `telemetry-<rank>.jsonl`. Counters come from /proc, psutil and NVML; an absent sensor is None.
 
 `*_cpu_frac` and `*_delay_frac` are in cores: 1.0 is one core busy, or one thread waiting, all the time. Several
-workers can exceed 1.
+workers can exceed 1. `throttled_s`, `retransmits` and `net_errors` are what was added in the interval; `rank_state`,
+`stopped_frac` and `worker_stopped_frac` are of its last moment. `neighbours` is None also in the lines between two looks,
+where thousands of processes make a look dear.
 """
 
 from __future__ import annotations
@@ -18,12 +20,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mlsyslab import hostlog
 from mlsyslab.contract import LabError, RunError
+from mlsyslab.neighbours import Census, busiest, take_census
 from mlsyslab.nvml import SENSORS, Gpu, open_gpu
 from mlsyslab.processes import (
     PROC,
@@ -46,7 +50,7 @@ Pairs = Mapping[int, tuple[Process | None, Process]]
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """All counters at one moment. machine: `processes.read_machine`; gpu: `nvml.Gpu.read`."""
+    """All counters at one moment. machine: `processes.read_machine`; host: of `hostlog.read`; gpu: `nvml.Gpu.read`."""
 
     time_s: float
     clock_s: float
@@ -55,20 +59,30 @@ class Reading:
     tree_cpu_s: float | None = None
     own_cpu_s: float = 0.0
     machine: Mapping[str, float | None] = field(default_factory=dict)
+    host: Mapping[str, float | None] = field(default_factory=dict)
+    census: Census | None = None
     gpu: Mapping[str, Any] = field(default_factory=lambda: dict.fromkeys(SENSORS))
 
 
 def read(
-    pid: int, *, tree: int | None = None, gpu: Gpu | None = None, root: Path = PROC, private: bool = False
+    pid: int,
+    *,
+    tree: int | None = None,
+    gpu: Gpu | None = None,
+    root: Path = PROC,
+    private: bool = False,
+    last: Census | None = None,
 ) -> Reading | None:
     """Read all counters now; None once `pid` has ended.
 
     tree: what runs below this pid counts as this run; without it, the rank and its children do.
     private: also the workers' private memory, whose growth is the tale of pytorch#13246.
+    last: the look at all processes of the reading before.
     """
     rank = read_process(pid, root)
     if rank is None:
         return None
+    top = pid if tree is None else tree
     below = [child for child in descendants(pid, root) if child != os.getpid() and is_worker(child, root)]
     workers = {child: read_process(child, root, private=private) for child in below}
     return Reading(
@@ -76,8 +90,10 @@ def read(
         clock_s=time.monotonic(),
         rank=rank,
         workers={child: found for child, found in workers.items() if found},
-        tree_cpu_s=_tree_cpu_s(pid if tree is None else tree, root),
+        tree_cpu_s=_tree_cpu_s(top, root),
         machine=read_machine(),
+        host=hostlog.read_often(root.parent),
+        census=take_census([top, pid, os.getpid()], root, last),
         gpu=gpu.read() if gpu else dict.fromkeys(SENSORS),
         own_cpu_s=time.process_time(),
     )
@@ -102,21 +118,28 @@ def difference(before: Reading, after: Reading) -> dict[str, Any]:
     pairs: Pairs = {pid: (_same(before.workers.get(pid), now), now) for pid, now in after.workers.items()}
     machine = {name: _rate(before.machine.get(name), value, seconds) for name, value in after.machine.items()}
     ours = _rate(before.tree_cpu_s, after.tree_cpu_s, seconds)
+    host = hostlog.difference(before.host, after.host)
     return {
         "time_s": after.time_s,
         "interval_s": seconds,
         "rank_cpu_frac": (after.rank.cpu_s - before.rank.cpu_s) / seconds,
         "run_delay_frac": _delay(before.rank, after.rank, seconds),
+        "rank_state": after.rank.state,
+        "stopped_frac": _stopped([after.rank]),
         "rank_rss_bytes": after.rank.rss_bytes,
         "rank_read_bytes_per_s": _rate(before.rank.read_bytes, after.rank.read_bytes, seconds),
         **_worker_rates(pairs, seconds),
         "steal_frac": _steal(before.machine, after.machine),
         "other_cpu_frac": _others(machine.get("busy_s"), ours),
+        "neighbours": busiest(before.census, after.census),
+        "throttled_s": host.get("throttled_s"),
         "busy_cores": machine.get("busy_s"),
         "own_cpu_frac": (after.own_cpu_s - before.own_cpu_s) / seconds,
         "disk_read_bytes_per_s": machine.get("disk_read_bytes"),
         "net_bytes_per_s": machine.get("net_bytes"),
         "loopback_bytes_per_s": machine.get("loopback_bytes"),
+        "retransmits": host.get("retransmits"),
+        "net_errors": host.get("net_errors"),
         **after.gpu,
     }
 
@@ -129,12 +152,21 @@ def _worker_rates(pairs: Pairs, seconds: float) -> dict[str, Any]:
         "workers": len(pairs),
         "worker_cpu_frac": sum(each),
         "worker_cpu_each": each,
+        "worker_stopped_frac": _stopped([now for _, now in pairs.values()]),
         "worker_run_delay_frac": _sum(_delay(was, now, seconds) for was, now in pairs.values()),
         "worker_rss_bytes": [now.rss_bytes for _, now in pairs.values()],
         "worker_private_bytes": private if any(value is not None for value in private) else None,
         "worker_read_bytes_per_s": _worker_rate(pairs, "read_bytes", seconds),
         "worker_disk_read_bytes_per_s": _worker_rate(pairs, "disk_read_bytes", seconds),
     }
+
+
+def _stopped(found: Collection[Process]) -> float | None:
+    """The share that a signal or a debugger has stopped; None of nobody, or where the system does not tell."""
+    states = [process.state for process in found]
+    return (
+        None if not states or None in states else sum(state in ("T", "t") for state in states) / len(states)
+    )
 
 
 def _same(was: Process | None, now: Process) -> Process | None:
@@ -231,7 +263,13 @@ def sample(options: argparse.Namespace) -> None:
         return
     stream, started = Stream(options.out / f"telemetry-{options.rank}.jsonl"), before.rank.started
     while not select.select([0], [], [], options.period_s)[0] and os.getppid() == options.parent:
-        after = read(options.pid, tree=options.tree, gpu=gpu, private=count % PRIVATE_EVERY == 0)
+        after = read(
+            options.pid,
+            tree=options.tree,
+            gpu=gpu,
+            private=count % PRIVATE_EVERY == 0,
+            last=before.census,
+        )
         if after is None or after.rank.started != started:
             return
         stream.write({"kind": "telemetry", "rank": options.rank, **difference(before, after)})

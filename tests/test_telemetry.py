@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import json
@@ -19,7 +20,7 @@ from typing import Any
 import psutil
 import pytest
 
-from mlsyslab import nvml, processes, telemetry
+from mlsyslab import neighbours, nvml, processes, telemetry
 from mlsyslab.contract import RunError
 from mlsyslab.processes import PAGE_BYTES, TICK_S, Process
 from mlsyslab.telemetry import Reading, difference
@@ -36,16 +37,39 @@ def wait_until(true: Callable[[], Any], timeout_s: float = 10.0) -> Any:
 
 
 def put_process(
-    root: Path, pid: int, *, parent: int = 1, state: str = "S", children: str = "", **files: str
+    root: Path,
+    pid: int,
+    *,
+    parent: int = 1,
+    state: str = "S",
+    children: str = "",
+    cpu_ticks: int = 30,
+    name: str = "a) b (c",
+    **files: str,
 ) -> None:
-    """A folder of /proc: 30 ticks of its own, 12 of reaped children, started at tick 777, 10 pages resident."""
-    fields = [state, parent, *[0] * 9, 20, 10, 7, 5, *[0] * 4, 777, 0, 10, *[0] * 10]
+    """A folder of /proc: 30 ticks of its own, 12 of reaped children, started at tick 777, 10 pages resident, core 6."""
+    fields = [
+        state,
+        parent,
+        *[0] * 9,
+        cpu_ticks - 10,
+        10,
+        7,
+        5,
+        *[0] * 4,
+        777,
+        0,
+        10,
+        *[0] * 14,
+        6,
+        *[0] * 13,
+    ]
     folder = root / str(pid)
-    (folder / "task" / str(pid)).mkdir(parents=True)
-    (folder / "stat").write_text(f"{pid} (a) b (c) " + " ".join(map(str, fields)))
+    (folder / "task" / str(pid)).mkdir(parents=True, exist_ok=True)
+    (folder / "stat").write_text(f"{pid} ({name}) " + " ".join(map(str, fields)))
     (folder / "task" / str(pid) / "children").write_text(children)
-    for name, text in files.items():
-        (folder / name).write_text(text)
+    for file, text in files.items():
+        (folder / file).write_text(text)
 
 
 def put_schedstat(root: Path, pid: int, tid: int, ran_ns: int, waited_ns: int) -> None:
@@ -76,6 +100,7 @@ def test_a_process_is_read_in_seconds_and_bytes(tmp_path):
         read_bytes=900,
         disk_read_bytes=512,
         private_bytes=8 * 1024,
+        state="S",
     )
 
 
@@ -129,6 +154,80 @@ def test_the_process_asked_for_is_read_and_not_its_parent(tmp_path):
     assert telemetry.read(10, root=tmp_path).tree_cpu_s == pytest.approx(2 * 42 * TICK_S)
 
 
+def test_what_host_and_neighbours_did_is_of_the_interval(tmp_path, monkeypatch):
+    stat = "nr_throttled {}\nthrottled_usec {}\n"
+    card = "  eth0: 1 1 {} 0 0 0 0 0 1 1 0 0 0 0 0 0\n"
+    proc, cpu_stat = tmp_path / "proc", tmp_path / "sys/fs/cgroup/cpu.stat"
+    for folder in (proc / "self", proc / "net", cpu_stat.parent):
+        folder.mkdir(parents=True)
+    (proc / "self/cgroup").write_text("0::/\n")
+    monkeypatch.setattr(processes, "read_machine", dict)
+    put_process(proc, 5)
+    put_process(proc, 11, parent=10)
+    readings = []
+    for count, state in ((3, "S"), (5, "T")):
+        put_process(proc, 10, parent=5, state=state, children="11")
+        cpu_stat.write_text(stat.format(count, count * 500_000))
+        (proc / "net/dev").write_text(card.format(count))
+        (proc / "net/snmp").write_text(f"Tcp: RetransSegs\nTcp: {count * count}\n")
+        put_process(proc, 90, cpu_ticks=count * 100, name="stress")
+        put_process(proc, 5, cpu_ticks=count * 100)
+        readings.append(telemetry.read(10, tree=5, root=proc))
+    before, after = (
+        dataclasses.replace(
+            reading, clock_s=clock_s, census=dataclasses.replace(reading.census, clock_s=clock_s)
+        )
+        for reading, clock_s in zip(readings, (50.0, 54.0), strict=True)
+    )
+    line = difference(before, after)
+    assert (line["throttled_s"], line["net_errors"], line["retransmits"]) == (1.0, 2, 16)
+    assert line["neighbours"] == [
+        {"pid": 90, "name": "stress", "cpu_frac": pytest.approx(200 * TICK_S / 4), "cpu": 6}
+    ]
+    assert (line["rank_state"], line["stopped_frac"], line["worker_stopped_frac"]) == ("T", 1.0, 0.0)
+
+
+def test_where_the_host_tells_nothing_its_keys_are_none_and_not_zero():
+    line = difference(BEFORE, AFTER)
+    names = ("neighbours", "throttled_s", "retransmits", "net_errors", "rank_state", "stopped_frac")
+    assert {name: line[name] for name in names} == dict.fromkeys(names)
+
+
+@pytest.mark.parametrize(
+    ("states", "frac"), [("ST", 0.5), ("tT", 1.0), ("RD", 0.0), (["T", None], None), ("", None)]
+)
+def test_the_stopped_share_of_the_workers(states, frac):
+    workers = {pid: process(1.0, state=state) for pid, state in enumerate(states)}
+    line = difference(BEFORE, dataclasses.replace(AFTER, workers=workers))
+    assert line["worker_stopped_frac"] == frac
+
+
+def test_a_dear_look_at_all_processes_is_carried_over_to_the_next_reading(tmp_path, monkeypatch):
+    monkeypatch.setattr(processes, "read_machine", dict)
+    put_process(tmp_path, 10)
+    first = telemetry.read(10, root=tmp_path)
+    dear = dataclasses.replace(first.census, cost_s=1e9)
+    assert telemetry.read(10, root=tmp_path, last=dear).census is dear
+    assert telemetry.read(10, root=tmp_path, last=first.census).census is not dear
+
+
+def test_the_sampler_hands_each_look_on_to_the_next(tmp_path, monkeypatch):
+    looks = [neighbours.Census(clock_s=float(number), seen={}) for number in range(3)]
+    readings = [dataclasses.replace(AFTER, clock_s=look.clock_s, census=look) for look in looks]
+    handed: list[Any] = []
+
+    def read(_: int, *, last: Any = None, **__: Any) -> Reading | None:
+        handed.append(last)
+        return readings.pop(0) if readings else None
+
+    monkeypatch.setattr(telemetry, "read", read)
+    monkeypatch.setattr(telemetry.select, "select", lambda *_: ([], [], []))
+    told = {"pid": 1, "tree": None, "gpu": None, "out": tmp_path, "rank": 0, "period_s": 0.0}
+    telemetry.sample(argparse.Namespace(**told, parent=os.getppid()))
+    assert handed == [None, *looks]
+    assert [line["neighbours"] for line in lines_of(tmp_path / "telemetry-0.jsonl")] == [[], []]
+
+
 def test_psutil_serves_systems_without_proc(tmp_path):
     nowhere = tmp_path / "none"
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
@@ -138,6 +237,8 @@ def test_psutil_serves_systems_without_proc(tmp_path):
         assert own.cpu_s == pytest.approx(sum(os.times()[:2]), abs=1.0)
         assert own.rss_bytes == pytest.approx(psutil.Process().memory_info().rss, rel=0.5)
         assert own.delay_s is None
+        child.send_signal(signal.SIGSTOP)
+        assert wait_until(lambda: processes.read_process(child.pid, nowhere).state == "T")
     finally:
         child.kill()
     assert wait_until(
@@ -280,6 +381,7 @@ def test_the_gpu_is_read_in_the_units_of_its_keys():
     found = telemetry.open_gpu("0", FakeNvml()).read()
     assert found == {
         "gpu_util_frac": 0.37,
+        "gpu_memory_util_frac": 0.05,
         "gpu_memory_bytes": 60,
         "gpu_sm_clock_hz": 1.5e9,
         "gpu_throttle": ["software power cap", "software thermal"],
@@ -506,6 +608,51 @@ def test_work_outside_of_the_run_is_others_work_and_work_inside_is_not(rank, tmp
     burnt = sum(row["worker_cpu_frac"] for row in lines_of(paths[0])[:8]) / 8
     assert theirs - ours == pytest.approx(burnt, abs=0.35)
     assert theirs > ours
+
+
+@LINUX
+@pytest.mark.ranks
+def test_a_busy_process_outside_is_named_and_the_busy_worker_inside_is_not(rank, tmp_path):
+    stranger = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    sampler = telemetry.start(rank.pid, tmp_path, 0.25)
+
+    def blamed() -> list[int]:
+        return [entry["pid"] for row in lines_of(sampler.path) for entry in row["neighbours"] or []]
+
+    try:
+        assert wait_until(lambda: stranger.pid in blamed(), timeout_s=30)
+        assert wait_until(
+            lambda: sum(row["worker_cpu_frac"] > 0.1 for row in lines_of(sampler.path)) >= 3, 30
+        )
+        worker = processes.descendants(rank.pid)[0]
+        assert worker not in blamed()
+        found = [entry for row in lines_of(sampler.path) for entry in row["neighbours"] or []]
+        mine = next(entry for entry in found if entry["pid"] == stranger.pid)
+        assert mine["name"] == Path(f"/proc/{stranger.pid}/comm").read_text().strip()
+    finally:
+        sampler.stop()
+        stranger.kill()
+        stranger.wait()
+
+
+@LINUX
+@pytest.mark.ranks
+def test_a_stopped_rank_is_seen_as_stopped_until_it_goes_on(rank, tmp_path):
+    sampler = telemetry.start(rank.pid, tmp_path, 0.1)
+
+    def last() -> dict[str, Any]:
+        return (lines_of(sampler.path) or [{"rank_state": None}])[-1]
+
+    try:
+        assert wait_until(lambda: last()["rank_state"] == "S")
+        assert last()["stopped_frac"] == 0.0
+        rank.send_signal(signal.SIGSTOP)
+        assert wait_until(lambda: last()["rank_state"] == "T")
+        assert (last()["stopped_frac"], last()["worker_stopped_frac"]) == (1.0, 0.0)
+        rank.send_signal(signal.SIGCONT)
+        assert wait_until(lambda: last()["rank_state"] == "S")
+    finally:
+        sampler.stop()
 
 
 def alive(pid: int) -> bool:

@@ -8,23 +8,13 @@ from typing import TYPE_CHECKING, Any
 from mlsyslab.contract import LabError, Prediction
 from mlsyslab.labs.steptime.breakdown import breakdown, per_rank
 from mlsyslab.labs.steptime.diagnose import diagnose
+from mlsyslab.phases import STYLE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
     from mlsyslab.runs import Run
-
-# Okabe-Ito colours, and a hatch each, so that no phase is told apart by colour alone.
-STYLE = {
-    "data_s": ("data wait", "#E69F00", "//"),
-    "h2d_s": ("copy to device", "#F0E442", ".."),
-    "forward_s": ("forward", "#56B4E9", ""),
-    "backward_s": ("backward", "#0072B2", ""),
-    "sync_s": ("exposed sync", "#CC79A7", "\\\\"),
-    "optimizer_s": ("optimizer", "#009E73", ""),
-    "other_s": ("other (host)", "#999999", "xx"),
-}
 
 
 def title_of(run: Run) -> str:

@@ -6,14 +6,9 @@ Started by `measure`, or by hand on one node or many:
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
-import gc
 import os
-import socket
 import sys
 import time
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -21,35 +16,23 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from mlsyslab import hardware, jpegs, processes, telemetry, workloads
-from mlsyslab.contract import LabError, RunError
+from mlsyslab import jpegs, telemetry, training, workloads
 from mlsyslab.labs.steptime.config import PRESETS, Config, faults_of
 from mlsyslab.labs.steptime.measure import preset
-from mlsyslab.options import add_arguments, config_from_arguments, from_json
+from mlsyslab.options import from_json
 from mlsyslab.ranks import RankContext, init_process_group, leave, rank_context
-from mlsyslab.records import SCHEMA, StepRecord, Stream, write_json
-from mlsyslab.runs import create_run
+from mlsyslab.records import SCHEMA, StepRecord, Stream
 from mlsyslab.timing import StepTimer
+from mlsyslab.training import (
+    COLLECTIVE_TIMEOUT_S,
+    GarbageSeconds,
+    gpu_name,
+    pick_backend,
+    pick_device,
+    run_queue_s,
+)
 
-COLLECTIVE_TIMEOUT_S = 60.0
 ONE_BUCKET_MB = 1 << 20
-
-
-def pick_device(config: Config, context: RankContext) -> torch.device:
-    """The device of this rank; several ranks share a GPU where there are more ranks than GPUs."""
-    if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise RunError(
-            "device='cuda' but torch sees no GPU here; choose device='auto' or 'cpu', or install a CUDA build of torch"
-        )
-    return torch.device("cuda", context.local_rank % torch.cuda.device_count())
-
-
-def pick_backend(device: torch.device, context: RankContext) -> str:
-    """NCCL where each rank has its own GPU, else gloo (NCCL refuses two ranks on one GPU)."""
-    own_gpu = device.type == "cuda" and context.local_world <= torch.cuda.device_count()
-    return "nccl" if own_gpu else "gloo"
 
 
 def build_loader(config: Config, context: RankContext, notes: Stream) -> Any:
@@ -115,7 +98,7 @@ def wrap(model: nn.Module, config: Config, context: RankContext) -> nn.Module:
 def train(config: Config, out: Path, context: RankContext) -> None:
     """The experiment of one rank. Order matters: loader workers fork before any communication thread exists."""
     torch.set_num_threads(1)
-    device = pick_device(config, context)
+    device = pick_device(config.device, context)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # events and streams without a device of their own mean the current one
     notes = Stream(out / f"rank-{context.rank}.jsonl")
@@ -179,35 +162,6 @@ def loop(model: nn.Module, batches: Any, config: Config, device: torch.device, s
             timer.add(load_read_s=read_s, load_cpu_s=cpu_s, load_wall_s=wall_s)
 
 
-class GarbageSeconds:
-    """Seconds that Python's garbage collector has taken since the last `take`."""
-
-    def __init__(self) -> None:
-        self.total_s, self._began_s = 0.0, 0.0
-        gc.callbacks.append(self._note)
-
-    def _note(self, phase: str, _: dict[str, int]) -> None:
-        if phase == "start":
-            self._began_s = time.perf_counter()
-        else:
-            self.total_s += time.perf_counter() - self._began_s
-
-    def take(self) -> float:
-        taken, self.total_s = self.total_s, 0.0
-        return taken
-
-
-def run_queue_s() -> float | None:
-    """Seconds that this thread has waited for a core so far; None where the kernel does not say."""
-    seen = processes.run_delay_s()
-    return seen[1] if seen else None
-
-
-def gpu_name(device: torch.device) -> str | None:
-    """What telemetry needs to find the GPU of this rank."""
-    return str(device.index or 0) if device.type == "cuda" else None
-
-
 def main(payload: dict[str, Any], out: Path) -> None:
     """What `launch` calls in each rank; under torchrun the module's command line does the same."""
     train(from_json(Config, payload), out, rank_context())
@@ -215,50 +169,17 @@ def main(payload: dict[str, Any], out: Path) -> None:
 
 
 def command_line(argv: list[str]) -> int:
-    """`--out DIR [--preset NAME] [--field value ...]`, for torchrun and srun: rank 0 makes the run directory."""
-    parser = argparse.ArgumentParser(prog="python -m mlsyslab.labs.steptime.worker", description=__doc__)
-    parser.add_argument("--preset", default="worked_example", choices=sorted(PRESETS))
-    parser.add_argument(
-        "--out", type=Path, required=True, help="run directory on a file system that all ranks share"
+    """For torchrun and srun; see `training.command_line`."""
+    return training.command_line(
+        argv,
+        lab="steptime",
+        config_class=Config,
+        preset=preset,
+        presets=PRESETS,
+        faults_of=faults_of,
+        train=train,
+        fixed={"scaling": ()},
     )
-    add_arguments(parser, Config)
-    arguments = parser.parse_args(argv)
-    try:
-        context = rank_context()
-        given = config_from_arguments(arguments, preset(arguments.preset))
-        config = dataclasses.replace(given, ranks=context.world, scaling=())  # the world is the launcher's
-        share_run(config, arguments.out, context)
-        train(config, arguments.out, context)
-    except LabError as error:
-        print(f"mlsyslab: {error}", file=sys.stderr)
-        leave(2)
-    except Exception:
-        traceback.print_exc()
-        leave(1)
-    if context.rank == 0:
-        write_json(arguments.out / "status.json", {"state": "done", "message": "finished"})
-    leave(0)
-    return 0
-
-
-def share_run(config: Config, out: Path, context: RankContext) -> None:
-    """Rank 0 writes what `measure` writes elsewhere; the others wait until it is there."""
-    if (out / f"rank-{context.rank}.jsonl").exists():
-        raise RunError(f"{out} holds an earlier run; choose a new folder, so that no record is overwritten")
-    if context.rank == 0:
-        truth = [fault.to_json() for fault in faults_of(config)]
-        create_run("steptime", config, out=out, truth=truth, expected=config.steps * context.world)
-        who = {"pid": os.getpid(), "host": socket.gethostname(), "time_s": time.time()}
-        write_json(out / "status.json", {"state": "running", "message": f"{context.world} ranks", **who})
-        write_json(out / "environment.json", hardware.environment(str(pick_device(config, context))))
-        return
-    until = time.monotonic() + COLLECTIVE_TIMEOUT_S
-    while not (out / "environment.json").exists():
-        if time.monotonic() > until:
-            raise RunError(
-                f"rank {context.rank} does not see {out}; --out must lie on a file system that all nodes share"
-            )
-        time.sleep(0.05)
 
 
 if __name__ == "__main__":

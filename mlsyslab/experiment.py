@@ -1,0 +1,80 @@
+"""What every lab's caller side does alike: start ranks on a new run directory, and apply an action and measure again."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mlsyslab import hardware, launch
+from mlsyslab.contract import Action, ConfigError, Diagnosis, Range, RunError
+from mlsyslab.faults import Fault
+from mlsyslab.records import write_json
+from mlsyslab.runs import Run, create_run
+
+
+def start(
+    lab: str,
+    worker: str,
+    config: Any,
+    *,
+    worlds: Sequence[int],
+    faults: Sequence[Fault],
+    out: str | Path | None,
+    probe: bool,
+) -> Run:
+    """Start `worker` ("package.module:function") on a new run directory, one world after the other; returns at once.
+
+    config has at least `device` and `steps`. probe=False leaves the machine probe out where it is not cached.
+    Raises ConfigError for a GPU that is not there, RunError where `out` cannot be written.
+    """
+    usable = hardware.cuda_usable()
+    if config.device == "cuda" and not usable:
+        raise ConfigError("device='cuda' but torch can use no NVIDIA GPU here; choose device='auto' or 'cpu'")
+    # One queue for all GPUs: ranks may take several.
+    device = "cuda" if usable and config.device != "cpu" else "cpu"
+    truth = [fault.to_json() for fault in faults]
+    path = create_run(lab, config, out=out, truth=truth, expected=config.steps * sum(worlds))
+
+    def prepare() -> None:
+        write_json(path / "environment.json", hardware.environment(device, measure=probe))
+
+    launch.warm_up()
+    payload = dataclasses.asdict(config)
+    return Run(
+        path, job=launch.start(worker, payload, path, worlds, device=device, what=lab, prepare=prepare)
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mitigation:
+    """An action applied: the gain that was promised, and the gain that came (shares of the step before)."""
+
+    action: Action
+    before: Run
+    after: Run
+    promised: Range | None
+    came_frac: float
+
+    def __str__(self) -> str:
+        hope = f"{self.promised.low:.0%} to {self.promised.high:.0%}" if self.promised else "nothing"
+        return f"{self.action.name}: promised {hope} of the step, came {self.came_frac:.0%}"
+
+
+def mitigate(
+    run: Run, action: Action | None, diagnose: Callable[[Run], Diagnosis], measure: Callable[[Any], Run]
+) -> Mitigation:
+    """Apply `action` (None: the first of the diagnosis that changes something) to the run's configuration and measure again.
+
+    Raises RunError when the verdict offers nothing that this machine can do.
+    """
+    chosen = action or next((a for a in diagnose(run).actions if a.change), None)
+    if chosen is None:
+        raise RunError(
+            f"the verdict on {run.path} offers no action to apply; read its reason, or name an action"
+        )
+    after = measure(dataclasses.replace(run.config, **chosen.change))
+    came = 1 - after.summary()["step_s"] / run.summary()["step_s"]
+    return Mitigation(action=chosen, before=run, after=after, promised=chosen.gain_frac, came_frac=came)

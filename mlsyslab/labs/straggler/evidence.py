@@ -1,0 +1,329 @@
+"""The facts about a run: who is slow by how much, in which phase, and what each rank's host says. Pure pandas.
+
+Nothing here looks at what was injected; `paced` and the number of loader workers are all it takes from the
+configuration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mlsyslab.contract import Evidence, RunError
+from mlsyslab.labs.straggler.blame import Array, Blame, Rounds, blame, rounds
+from mlsyslab.labs.straggler.config import LINK_BYTES
+from mlsyslab.records import PHASES
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from mlsyslab.runs import Run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What the rules look at. Seconds are a slow step's; `*_excess_s` is the named ranks' over the others' median.
+
+    phases_s: excess by phase. cpu, queue and gc: of the training thread; None where nobody counts. load: the named
+    ranks' loader beside the others', (cpu, read, wall) ratios. link_s: seconds of each rank's link check. join_s:
+    seconds that each rank waited for the others at the start. hosts: telemetry means by rank. overloaded: ranks
+    that waited for a core in most steps.
+    """
+
+    blame: Blame
+    ranks: tuple[int, ...]
+    named: tuple[int, ...]
+    steps: int
+    own_s: Mapping[int, float]
+    wait_s: Mapping[int, float]
+    step_s: float
+    transfer_s: float
+    phases_s: Mapping[str, float]
+    cpu_excess_s: float | None
+    queue_excess_s: float | None
+    gc_excess_s: float
+    load: tuple[float, float, float] | None
+    rest_s: float
+    length_corr: float | None
+    link_s: Mapping[int, float]
+    link_adds_s: float
+    join_s: Mapping[int, float]
+    hosts: Mapping[int, Mapping[str, Any]]
+    overloaded: tuple[int, ...]
+    since: int | None
+    paced: bool
+    workers: int
+    kernel: tuple[str, ...]
+
+    @property
+    def excess_s(self) -> float:
+        """Seconds by which the named ranks exceed the others in a slow step."""
+        return self.blame.excess_s
+
+    def frac(self, seconds: float | None) -> float:
+        """`seconds` as a share of the excess; 0 where there is none."""
+        return 0.0 if seconds is None or self.excess_s <= 0 else max(0.0, seconds / self.excess_s)
+
+
+def steady(records: pd.DataFrame) -> pd.DataFrame:
+    """The records that count: no warm-up step, the last attempt of a job that was resumed.
+
+    Raises RunError when there are none, or when a phase was never measured.
+    """
+    if records.empty:
+        raise RunError(
+            "no step was recorded; the run ended before its first step, see its status and rank-*.log"
+        )
+    missing = [name for name in (*PHASES, "step_s", "rank", "step", "warmup") if name not in records]
+    if missing:
+        raise RunError(f"the records lack {', '.join(missing)}; they were not written by StepTimer")
+    kept = records[~records["warmup"].astype(bool)]
+    if kept.empty:
+        raise RunError(f"all {len(records)} recorded steps are warm-up; record more steps than warmup")
+    empty = [name for name in (*PHASES, "step_s") if kept[name].isna().all()]
+    if empty:
+        raise RunError(
+            f"{', '.join(empty)} was never measured; wire StepTimer to the model and the optimizer"
+        )
+    return kept
+
+
+def facts_of(run: Run) -> Facts:
+    """Gather the facts of a run. Raises RunError where the records cannot support any verdict."""
+    frame = steady(run.records)
+    stages = _stages(frame)
+    found = rounds(frame)
+    verdict = blame(found.own, found.wait, stages=stages)
+    named = tuple(found.ranks[column] for column in verdict.ranks)
+    columns, slow = list(verdict.ranks), verdict.slow
+    notes = run.notes
+
+    def excess(values: Array) -> float:
+        """Mean over the slow steps of what the named ranks have more than the others' median."""
+        others = np.median(np.delete(values, columns, 1)[slow], 1)
+        return float((values[slow][:, columns].mean(1) - others).mean())
+
+    def column(name: str) -> float | None:
+        if not columns or name not in found.frame or found.frame[name].isna().any():
+            return None
+        return excess(found.column(name))
+
+    return Facts(
+        blame=verdict,
+        ranks=found.ranks,
+        named=named,
+        steps=len(found.own),
+        own_s=_means(found, frame, found.own, "own_s"),
+        wait_s=_means(found, frame, found.wait, "sync_s"),
+        step_s=float((found.own.max(1) + found.wait.min(1)).mean())
+        if len(found.own)
+        else float(frame["step_s"].mean()),
+        transfer_s=float(found.wait.min(1).mean()) if len(found.wait) else 0.0,
+        phases_s={name: excess(values) for name, values in found.phases.items()} if columns else {},
+        cpu_excess_s=_after(found, "cpu_s", excess) if columns else None,
+        queue_excess_s=_after(found, "queue_s", excess) if columns else None,
+        gc_excess_s=(_after(found, "gc_s", excess) or 0.0) if columns else 0.0,
+        load=_load(found, columns, slow) if columns else None,
+        rest_s=_rest(found, columns, slow) if columns else 0.0,
+        length_corr=_correlation(found),
+        link_s=_by_rank(notes, "link", "send_s"),
+        link_adds_s=_link_adds(notes),
+        join_s=_by_rank(notes, "header", "join_s"),
+        hosts=_hosts(run.telemetry, frame),
+        overloaded=_overloaded(frame),
+        since=int(found.steps[verdict.since]) if verdict.since else None,
+        paced=bool(run.config.paced),
+        workers=int(run.config.workers),
+        kernel=tuple(
+            line for note in notes if note.get("kind") == "host" for line in note.get("kernel") or ()
+        ),
+    )
+
+
+def _means(found: Rounds, frame: pd.DataFrame, values: Array, name: str) -> dict[int, float]:
+    """Mean seconds of each rank over the rounds; over its steps where there is no whole round."""
+    means = values.mean(0) if len(values) else frame.groupby("rank")[name].mean().to_numpy()
+    return dict(zip(found.ranks, means.tolist(), strict=True))
+
+
+def _stages(frame: pd.DataFrame) -> list[int] | None:
+    """The pipeline stage of each rank, where the records say it."""
+    return None if "stage" not in frame else [int(s) for s in frame.groupby("rank")["stage"].first()]
+
+
+def _after(found: Rounds, name: str, excess: Any) -> float | None:
+    """The excess of a counter that is read at the end of each step: a round holds the end of one step and the
+    beginning of the next, so the larger of both readings is taken."""
+    if name not in found.frame or found.frame[name].isna().any():
+        return None
+    values = found.frame[name].to_numpy(float).reshape(-1, len(found.ranks))
+    return max(excess(values[1:]), excess(values[:-1]))
+
+
+def _load(found: Rounds, columns: list[int], slow: Any) -> tuple[float, float, float] | None:
+    """How many times the others' median the named ranks' loader needs a batch: CPU, reading, wall seconds."""
+    names = ("load_cpu_s", "load_read_s", "load_wall_s")
+    if any(name not in found.frame or found.frame[name].isna().any() for name in names):
+        return None
+    ratios = []
+    for name in names:
+        values = found.column(name)[slow]
+        others = np.median(np.delete(values, columns, 1))
+        ratios.append(float(np.median(values[:, columns]) / max(others, 1e-6)))
+    return ratios[0], ratios[1], ratios[2]
+
+
+def _rest(found: Rounds, columns: list[int], slow: Any) -> float:
+    """Seconds of the named ranks' own work without the wait for data, in a slow step."""
+    return float((found.own - found.phases["data_s"])[slow][:, columns].mean())
+
+
+def _correlation(found: Rounds) -> float | None:
+    """Correlation of own work and the samples' length over all ranks and steps; None where all are alike."""
+    if "length" not in found.frame or len(found.own) < 2:
+        return None
+    length = found.column("length")
+    if length.std() == 0 or found.own.std() == 0:
+        return None
+    return float(np.corrcoef(length.ravel(), found.own.ravel())[0, 1])
+
+
+def _by_rank(notes: list[dict[str, Any]], kind: str, name: str) -> dict[int, float]:
+    rows = [note for note in notes if note.get("kind") == kind and note.get(name) is not None]
+    return {int(note["rank"]): float(note[name]) for note in sorted(rows, key=lambda note: note["rank"])}
+
+
+def _link_adds(notes: list[dict[str, Any]]) -> float:
+    """Seconds that the slowest link would add to each exchange by its own check: its extra seconds a byte times the
+    gradient's bytes. The bytes a rank sends in a ring all-reduce are 2 (n - 1) / n of them (Patarasuk and Yuan 2009);
+    a hook that delays whole buckets sends them once, so the smaller is taken."""
+    sends, sizes = _by_rank(notes, "link", "send_s"), _by_rank(notes, "header", "gradient_bytes")
+    if len(sends) < 2 or not sizes:
+        return 0.0
+    worst = max(sends, key=lambda rank: sends[rank])
+    others = float(np.median([s for rank, s in sends.items() if rank != worst]))
+    return (sends[worst] - others) / LINK_BYTES * max(sizes.values())
+
+
+def _hosts(samples: pd.DataFrame, frame: pd.DataFrame) -> dict[int, dict[str, Any]]:
+    """Telemetry of each rank during the steady steps: means of the numbers, the busiest neighbour of all samples."""
+    if samples.empty or "rank" not in samples:
+        return {}
+    if "time_s" in frame and "time_s" in samples:
+        middle_s = samples["time_s"] - samples["interval_s"] / 2
+        samples = samples[
+            (middle_s >= frame["time_s"].min()) & (samples["time_s"] <= frame["time_s"].max() + 1)
+        ]
+    hosts: dict[int, dict[str, Any]] = {}
+    for rank, rows in samples.groupby("rank"):
+        means = {
+            str(name): float(rows[name].dropna().astype(float).mean())
+            for name in rows
+            if name != "rank" and rows[name].map(lambda v: isinstance(v, (int, float))).any()
+        }
+        hosts[int(str(rank))] = {**means, "neighbour": _busiest(rows)}
+    return hosts
+
+
+def _busiest(rows: pd.DataFrame) -> str | None:
+    """Names of the processes outside the run that used most CPU, with how many of them and their cores."""
+    if "neighbours" not in rows:
+        return None
+    seen: dict[str, list[float]] = {}
+    looks = [sample for sample in rows["neighbours"] if isinstance(sample, list)]
+    for sample in looks:
+        for one in sample:
+            seen.setdefault(str(one["name"]), []).append(float(one["cpu_frac"]))
+    if not seen:
+        return None
+    name = max(seen, key=lambda key: sum(seen[key]))
+    return f"{name} ({sum(seen[name]) / len(looks):.1f} cores)"
+
+
+def _overloaded(frame: pd.DataFrame) -> tuple[int, ...]:
+    if "overloaded" not in frame or frame["overloaded"].isna().all():
+        return ()
+    shares = (
+        frame.assign(overloaded=frame["overloaded"].fillna(False).astype(float))
+        .groupby("rank")["overloaded"]
+        .mean()
+    )
+    return tuple(int(rank) for rank in shares.index[shares >= 0.5])
+
+
+def checks(facts: Facts) -> tuple[Evidence, ...]:
+    """The checks in the order in which to make them, each with its figure, whom it points at, and its look-alike."""
+    of = facts.named[0] if facts.named else None
+    host = facts.hosts.get(of, {}) if of is not None else _mean_host(facts.hosts)
+    who = f"rank {of}" if of is not None else "nobody"
+    shown = [
+        Evidence(name="job's step", value=facts.step_s, unit="s", points_at="nobody: it is the same on all ranks"),
+        Evidence(
+            name="own work, slowest rank",
+            value=facts.own_s[of] if of is not None else max(facts.own_s.values(), default=0.0),
+            unit="s",
+            points_at=who,
+            confused_with="backward time, which the wait for others makes alike",
+        ),
+        Evidence(name="own work of the others", value=_others(facts.own_s, facts.named), unit="s"),
+        Evidence(
+            name="wait, slowest rank",
+            value=facts.wait_s[of] if of is not None else min(facts.wait_s.values(), default=0.0),
+            unit="s",
+            points_at="the rank with the least of it",
+            confused_with="the longest collective, which is a victim's",
+        ),
+        Evidence(name="wait of the others", value=_others(facts.wait_s, facts.named), unit="s"),
+        Evidence(
+            name="device utilisation", value=host.get("gpu_util_frac"), unit="frac", points_at=who,
+            confused_with="a device that waits for data or for its host",
+        ),
+        Evidence(name="device memory bandwidth in use", value=host.get("gpu_memory_util_frac"), unit="frac"),
+        Evidence(
+            name="excess of data wait", value=facts.phases_s.get("data_s"), unit="s", points_at="input",
+            confused_with="a loader that others keep from its core",
+        ),
+        Evidence(name="disk reads", value=host.get("disk_read_bytes_per_s"), unit="bytes_per_s", points_at="input (storage)"),
+        Evidence(name="CPU time stolen by the hypervisor", value=host.get("steal_frac"), unit="frac", points_at="the hypervisor's other guests"),
+        Evidence(
+            name="excess of run-queue wait", value=facts.queue_excess_s, unit="s", points_at="host (contention)",
+            confused_with="too many threads of the job itself",
+        ),
+        Evidence(name="noisiest neighbour", value=host.get("neighbour"), points_at="host (contention)"),
+        Evidence(
+            name="found stopped by telemetry", value=host.get("stopped_frac"), unit="frac", points_at="host (throttled)",
+            confused_with="a rank that waits: it sleeps, and is not stopped",
+        ),
+        Evidence(name="throttled by its control group", value=host.get("throttled_s"), unit="s", points_at="host (quota)"),
+        Evidence(name="retransmitted segments", value=host.get("retransmits"), points_at="communication"),
+        Evidence(name="network errors and drops", value=host.get("net_errors"), points_at="communication"),
+        Evidence(
+            name="transfer: the least wait of any rank", value=facts.transfer_s, unit="s", points_at="communication",
+            confused_with="waiting, which is the rest",
+        ),
+        Evidence(
+            name="link check, slowest rank", value=max(facts.link_s.values(), default=None), unit="s",
+            points_at=f"rank {max(facts.link_s, key=lambda r: facts.link_s[r])}" if facts.link_s else "",
+        ),
+        Evidence(
+            name="wait at the start, least of any rank", value=min(facts.join_s.values(), default=None), unit="s",
+            points_at="a late start: the last to come waits least",
+        ),
+        Evidence(
+            name="kernel log", value="; ".join(facts.kernel[:3]) or None if facts.kernel else None, points_at="hardware",
+        ),
+    ]  # fmt: skip
+    return tuple(shown)
+
+
+def _others(values: Mapping[int, float], named: tuple[int, ...]) -> float | None:
+    rest = [value for rank, value in values.items() if rank not in named]
+    return float(np.median(rest)) if rest else None
+
+
+def _mean_host(hosts: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+    names = {name for host in hosts.values() for name, value in host.items() if isinstance(value, float)}
+    return {name: float(np.mean([host[name] for host in hosts.values() if name in host])) for name in names}

@@ -1,0 +1,227 @@
+"""The verdict on runs with known content: each cause where it must be named, where not, and its look-alike."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from straggler_runs import slow, write_run
+
+from mlsyslab.contract import RunError
+from mlsyslab.labs.straggler import CAUSES, diagnose, summary
+from mlsyslab.labs.straggler.blame import blame
+from mlsyslab.labs.straggler.evidence import checks, facts_of
+from mlsyslab.labs.straggler.rules import OWNER, RULES
+from mlsyslab.runs import create_run, open_run
+
+SHARED = Path(__file__).resolve().parents[2] / "shared" / "traces" / "straggler_bytedance"
+EXTRA = 0.08
+
+
+@pytest.mark.parametrize(
+    ("more", "cause", "kind"),
+    [
+        ({"data_s": EXTRA, "load_cpu_s": 0.15, "load_wall_s": 0.15}, "input", "heavier samples"),
+        ({"data_s": EXTRA, "load_read_s": 0.15, "load_wall_s": 0.15}, "input", "storage"),
+        ({"data_s": EXTRA, "load_wall_s": 0.15}, "input", "starved workers"),
+        ({"forward_s": EXTRA, "cpu_s": EXTRA}, "compute", "forward"),
+        ({"backward_s": EXTRA, "cpu_s": EXTRA}, "compute", "backward"),
+        ({"optimizer_s": EXTRA, "cpu_s": EXTRA}, "compute", "optimizer"),
+        ({"forward_s": EXTRA / 3, "backward_s": EXTRA / 3, "other_s": EXTRA / 3, "queue_s": EXTRA}, "host", "contention"),
+        ({"forward_s": EXTRA / 3, "backward_s": EXTRA / 2, "other_s": EXTRA / 6}, "host", "throttled"),
+        ({"other_s": EXTRA, "cpu_s": EXTRA, "gc_s": EXTRA}, "host", "pause"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_each_cause_is_named_with_its_rank(
+    more: dict[str, float], cause: str, kind: str, ranks: int, tmp_path: Path
+) -> None:
+    verdict = diagnose(write_run(tmp_path / "run", slow(1, **more), ranks=ranks))
+    assert (verdict.where, verdict.cause, verdict.kind) == ("rank 1", cause, kind)
+    assert verdict.owner == OWNER[cause]
+    assert verdict.actions
+    assert verdict.gain is not None
+    healthy_s = summary(write_run(tmp_path / "healthy", ranks=ranks))["step_s"]
+    came = 1 - healthy_s / summary(open_run(tmp_path / "run"))["step_s"]
+    promised = next(a for a in verdict.actions if a.name == "cordon and replace").gain_frac
+    assert promised is not None
+    assert came in promised
+
+
+def test_the_worked_example_is_the_input_path_and_not_the_model(tmp_path: Path) -> None:
+    """180 ms on most ranks; 420 ms on one, of which 250 ms wait for input."""
+    base = {"forward_s": 0.024, "backward_s": 0.048}
+    run = write_run(
+        tmp_path / "run",
+        lambda rank, _: {**base, **({"data_s": 0.246, "load_cpu_s": 0.4, "load_wall_s": 0.4} if rank == 2 else {})},
+    )  # fmt: skip
+    verdict, figures = diagnose(run), summary(run)
+    assert str(verdict) == "input (heavier samples); where: rank 2; acts first: storage/data"
+    assert figures["own_s"] == pytest.approx(0.180, rel=0.05)
+    assert figures["slow_own_s"] == pytest.approx(0.425, rel=0.05)
+
+
+def test_backward_looks_alike_on_all_ranks_and_is_found(tmp_path: Path) -> None:
+    """traceml#252: 200 ms of extra work in one of four ranks' backward."""
+    run = write_run(tmp_path / "run", slow(2, backward_s=0.2, cpu_s=0.2))
+    frame = run.records[~run.records["warmup"]]
+    alike = (frame["backward_s"] + frame["sync_s"]).groupby(frame["rank"]).mean()
+    assert alike.max() < 1.03 * alike.min()
+    verdict = diagnose(run)
+    assert (verdict.where, verdict.cause, verdict.kind) == ("rank 2", "compute", "backward")
+
+
+def test_two_causes_that_share_the_excess_are_unknown_with_both_and_the_separating_check(
+    tmp_path: Path,
+) -> None:
+    run = write_run(
+        tmp_path / "run", slow(1, data_s=EXTRA / 2, load_wall_s=0.1, forward_s=EXTRA / 2, cpu_s=EXTRA / 2)
+    )
+    verdict = diagnose(run)
+    assert (verdict.cause, verdict.where) == ("unknown", "rank 1")
+    assert "data loader 5" in verdict.reason
+    assert "the rank's own work 5" in verdict.reason or "the rank's own work 4" in verdict.reason
+    assert "to separate them" in verdict.reason
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_a_healthy_job_is_healthy(ranks: int, tmp_path: Path) -> None:
+    for seed in range(5):
+        verdict = diagnose(write_run(tmp_path / str(seed), ranks=ranks, seed=seed))
+        assert (verdict.cause, verdict.where, verdict.owner) == ("healthy", None, "nobody")
+
+
+def test_rotating_imbalance_names_nobody_and_says_what_it_follows(tmp_path: Path) -> None:
+    turns = np.random.default_rng(0).integers(0, 4, 26)
+    run = write_run(
+        tmp_path / "run",
+        lambda rank, step: (
+            {"forward_s": 0.03, "backward_s": 0.06, "length": 0.8} if turns[step] == rank else {}
+        ),
+    )
+    verdict = diagnose(run)
+    assert (verdict.cause, verdict.kind, verdict.where) == ("imbalance", "sample length", None)
+    assert "cordon nobody" in verdict.actions[0].says
+
+
+def test_a_stage_is_no_machine(tmp_path: Path) -> None:
+    run = write_run(
+        tmp_path / "run",
+        lambda rank, _: {"forward_s": 0.06} if rank in (3, 7) else {},
+        ranks=8,
+        stage=lambda r: r % 4,
+    )
+    verdict = diagnose(run)
+    assert (verdict.cause, verdict.where, verdict.owner) == ("stage", None, "model code")
+
+
+def test_what_all_ranks_share_names_nobody(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", lambda rank, step: {"forward_s": 0.08} if step >= 14 else {})
+    verdict = diagnose(run)
+    assert (verdict.cause, verdict.where) == ("shared", None)
+    assert "step 14" in verdict.reason or "step 15" in verdict.reason
+
+
+def test_one_step_is_not_enough(tmp_path: Path) -> None:
+    verdict = diagnose(write_run(tmp_path / "run", slow(1, forward_s=1.0), steps=3, warmup=2))
+    assert (verdict.cause, verdict.where) == ("unknown", None)
+    assert "accuses nobody" in verdict.reason
+
+
+@pytest.mark.parametrize(("extra", "where"), [(0.02, None), (0.08, "rank 1")])
+def test_on_an_overloaded_host_only_a_clear_lead_names_a_rank(
+    extra: float, where: str | None, tmp_path: Path
+) -> None:
+    def more(rank: int, step: int) -> dict[str, Any]:
+        return {"overloaded": True, **({"backward_s": extra, "cpu_s": extra} if rank == 1 else {})}
+
+    verdict = diagnose(write_run(tmp_path / "run", more))
+    assert verdict.where == where
+    assert where or ("overloaded" in verdict.reason and verdict.cause == "unknown")
+
+
+@pytest.mark.parametrize(("extra", "where"), [(0.02, None), (0.08, "rank 1")])
+def test_a_little_contention_is_the_hosts_and_names_nobody(
+    extra: float, where: str | None, tmp_path: Path
+) -> None:
+    verdict = diagnose(write_run(tmp_path / "run", slow(1, forward_s=extra, queue_s=extra)))
+    assert verdict.where == where
+    assert where or "waiting for a core" in verdict.reason
+
+
+def links(of: dict[int, float], healthy_s: float = 0.001) -> Any:
+    return lambda rank: [{"kind": "link", "world": 4, "send_s": of.get(rank, healthy_s)}]
+
+
+def test_a_slow_link_is_told_by_the_link_check(tmp_path: Path) -> None:
+    """4 MB at 20 ms a 2 MB: 40 ms more in every exchange, for everybody alike."""
+    slower = lambda rank, step: {"sync_s": 0.040}  # noqa: E731 - a fault in one line
+    verdict = diagnose(write_run(tmp_path / "run", slower, notes=links({3: 0.021})))
+    assert (verdict.cause, verdict.where, verdict.owner) == ("communication", "rank 3", "networking")
+
+
+def test_a_link_that_is_slow_only_in_the_check_is_no_verdict(tmp_path: Path) -> None:
+    assert diagnose(write_run(tmp_path / "run", notes=links({3: 0.021}))).cause == "healthy"
+
+
+def test_a_late_start_is_said_and_costs_nothing_later(tmp_path: Path) -> None:
+    run = write_run(
+        tmp_path / "run", notes=lambda rank: [{"kind": "header", "join_s": 0.02 if rank == 2 else 2.1}]
+    )
+    verdict = diagnose(run)
+    assert (verdict.cause, verdict.where) == ("startup", "rank 2")
+
+
+def test_the_neighbour_is_named(tmp_path: Path) -> None:
+    noisy = {"neighbours": [{"pid": 9, "name": "encoder", "cpu_frac": 1.9, "cpu": 0}], "steal_frac": 0.0}
+    run = write_run(
+        tmp_path / "run",
+        slow(1, other_s=EXTRA, queue_s=EXTRA),
+        telemetry=lambda rank: noisy if rank == 1 else {"neighbours": []},
+    )
+    assert "encoder (1.9 cores)" in diagnose(run).reason
+
+
+def test_the_checks_come_in_their_order_and_an_absent_sensor_is_no_zero(tmp_path: Path) -> None:
+    evidence = checks(facts_of(write_run(tmp_path / "run", slow(1, data_s=EXTRA))))
+    names = [item.name for item in evidence]
+    order = ["device utilisation", "excess of data wait", "disk reads", "CPU time stolen by the hypervisor", "excess of run-queue wait",
+             "noisiest neighbour", "retransmitted segments", "kernel log"]  # fmt: skip
+    places = [names.index(name) for name in order]
+    assert places == sorted(places)
+    assert {item.name: item.value for item in evidence}["CPU time stolen by the hypervisor"] is None
+
+
+def test_a_recorded_run_says_so(tmp_path: Path) -> None:
+    verdict = diagnose(write_run(tmp_path / "run", slow(1, data_s=EXTRA)))
+    assert {item.origin for item in verdict.evidence} == {"recorded"}
+
+
+def test_a_run_without_records_is_one_clear_error(tmp_path: Path) -> None:
+    from mlsyslab.labs.straggler.config import Config
+
+    create_run("straggler", Config(), out=tmp_path / "run", truth=[], expected=1)
+    with pytest.raises(RunError, match="no step was recorded"):
+        diagnose(open_run(tmp_path / "run"))
+
+
+def test_each_rule_says_what_it_is_confused_with_and_every_cause_has_an_owner() -> None:
+    assert all(rule.checks and rule.why and rule.confused_with and rule.next_check for rule in RULES)
+    assert set(OWNER) == set(CAUSES)
+
+
+@pytest.mark.parametrize(("name", "kind", "who"), [("AR", "rank", (0,)), ("ST", "stage", (3, 7))])
+def test_two_production_jobs_of_others_are_judged_right(name: str, kind: str, who: tuple[int, ...]) -> None:
+    """ByteDance-Seed/StragglerAnalysis: AR has one slow worker, ST an uneven last stage (columns: dp_rank x stage)."""
+    path = SHARED / f"trace-{name}.csv.gz"
+    if not path.exists():
+        pytest.skip(f"{path.name} lies beside the project only on some machines")
+    ops = pd.read_csv(path)
+    work = ops[ops["optype"].str.contains("compute")].groupby(["step", "dp_rank", "stage"])["duration"].sum()
+    table = work.unstack(["dp_rank", "stage"]).dropna().sort_index(axis=1)
+    own = table.to_numpy()
+    found = blame(own, own.max(1, keepdims=True) - own, stages=[stage for _, stage in table.columns])
+    assert (found.kind, found.ranks) == (kind, who)
