@@ -27,8 +27,11 @@ ROOT = build.ROOT
 EXPECTED = (
     "notebooks/00_start_here",
     "notebooks/01_step_time",
+    "notebooks/02_straggler",
     "exercises/01_step_time",
+    "exercises/02_straggler",
     "solutions/01_step_time",
+    "solutions/02_straggler",
 )
 TARGETS = build.targets()
 EXERCISES = [t for t in TARGETS if t.notebook.parent.name == "exercises"]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 from straggler_runs import slow, write_run
 
@@ -161,3 +162,11 @@ def test_steps_that_a_rank_lacks_are_left_out(tmp_path: Path) -> None:
     assert 9 not in found.steps
     assert found.own.shape == (24, 4)
     assert blame(found.own, found.wait).ranks == (1,)
+
+
+def test_a_step_that_was_done_again_counts_as_it_was_done_last(tmp_path: Path) -> None:
+    frame = write_run(tmp_path / "run", slow(1, forward_s=0.1)).records
+    again = frame[frame["step"] == 9].assign(forward_s=7.0)
+    found = rounds(pd.concat([frame, again], ignore_index=True))
+    assert found.own.shape == (25, 4)
+    assert (found.phases["forward_s"][found.steps == 9] == 7.0).all()

@@ -143,6 +143,16 @@ def test_on_an_overloaded_host_only_a_clear_lead_names_a_rank(
     assert where or ("overloaded" in verdict.reason and verdict.cause == "unknown")
 
 
+def test_a_job_that_crowds_its_own_cores_is_not_in_doubt(tmp_path: Path) -> None:
+    for others, cause in ((0.1, "healthy"), (4.0, "unknown")):
+        run = write_run(
+            tmp_path / cause,
+            lambda rank, step: {"overloaded": True},
+            telemetry=lambda rank, n=others: {"other_cpu_frac": n},
+        )
+        assert diagnose(run).cause == cause
+
+
 @pytest.mark.parametrize(("extra", "where"), [(0.02, None), (0.08, "rank 1")])
 def test_a_little_contention_is_the_hosts_and_names_nobody(
     extra: float, where: str | None, tmp_path: Path

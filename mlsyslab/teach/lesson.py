@@ -4,6 +4,8 @@ from mlsyslab.teach import lesson
 lesson.machine()                    what the labs run on here
 lesson.compare(prediction, run)     predicted beside measured
 lesson.side_by_side({"a": run_a, "b": run_b})
+lesson.per_rank(run, {"own work": ["own_s"], "wait": ["sync_s"]})
+lesson.checked(verdict)             the checks that were made, in their order
 lesson.show(steptime.plot(run))
 """
 
@@ -16,7 +18,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from mlsyslab import doctor
-from mlsyslab.contract import Evidence, Prediction, Range, Rule, format_value
+from mlsyslab.contract import Diagnosis, Evidence, Prediction, Range, Rule, format_value
 from mlsyslab.teach.panel.picture import png
 from mlsyslab.teach.panel.result import Result
 from mlsyslab.teach.panel.words import COLUMNS, NOT_YET, Quantity, Row
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from mlsyslab.runs import Run
 
 TEXT_WIDTH = 38
+SHORT = 12  # characters of a cell that is never broken
 # What each figure of the probe sets a floor under, in the words of the labs.
 BOUNDS = {
     "matmul, 1 thread": "compute: forward and backward take at least their FLOP divided by it",
@@ -57,10 +60,11 @@ class Table:
 
     def _repr_html_(self) -> str:
         left = 'style="text-align:left;vertical-align:top"'
+        whole = left.replace("top", "top;white-space:nowrap")  # a number keeps its unit
         head = "".join(f'<th scope="col" {left}>{escape(name)}</th>' for name in self.columns)
         body = "".join(
             f'<tr><th scope="row" {left}>{escape(first)}</th>'
-            + "".join(f"<td {left}>{escape(cell)}</td>" for cell in rest)
+            + "".join(f"<td {whole if len(cell) <= SHORT else left}>{escape(cell)}</td>" for cell in rest)
             + "</tr>"
             for first, *rest in self.rows
         )
@@ -146,6 +150,30 @@ def _counters(run: Run) -> list[Evidence]:
 
 def _shown(item: Any) -> str:
     return NOT_YET if item is None or item.value is None else format_value(item.value, item.unit)
+
+
+def per_rank(run: Run, columns: Mapping[str, Sequence[str]]) -> Table:
+    """Mean time of each rank over its steady steps; a column is the sum of the fields of a record that it names."""
+    records = run.records
+    steady = records[~records["warmup"].astype(bool)]
+    sums = {
+        name: steady[list(fields)].sum(axis=1).groupby(steady["rank"]).mean()
+        for name, fields in columns.items()
+    }
+    rows = [
+        (f"rank {rank}", *(format_value(float(means[rank]), "s") for means in sums.values()))
+        for rank in sorted(steady["rank"].unique())
+    ]
+    return Table((f"mean steady step ({run.origin})", *columns), rows, _note(run))
+
+
+def checked(verdict: Diagnosis) -> Table:
+    """Every check behind a verdict, in its order. `–`: no sensor on this machine."""
+    rows = [
+        (e.name, _shown(e), ("" if e.value is None else e.points_at) or NOT_YET, e.confused_with or NOT_YET)
+        for e in verdict.evidence
+    ]
+    return Table(("check", "figure", "would point at", "is confused with"), rows)
 
 
 def rules(lab: Any) -> Table:

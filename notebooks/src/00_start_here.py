@@ -74,9 +74,9 @@ print(f"8 photographs, 2 workers: at least {batch_s / 2 * 1e3:.0f} ms")
 # computing, and exchanging gradients, and find out which team acts first. The worked example is a step of 300 ms of
 # which 180 ms are spent waiting for data.
 #
-# **2. Straggler (not built yet).** *One worker is slow: which, why, and what do you do?* In synchronous training one slow
-# rank slows all of them, and every rank's step looks the same. The worked example will have most ranks at 180 ms and one
-# at 420 ms, 250 ms of it input wait.
+# **2. Straggler (built).** *One worker is slow: which, why, and what do you do?* In synchronous training one slow
+# rank slows all of them, and every rank's step looks the same. You find it, say why it is slow, and take its host out. The
+# worked example has most ranks at 180 ms and one at 420 ms, 250 ms of it input wait.
 #
 # **3. Parallelism (not built yet).** *The model does not fit: how do you split it over eight devices?* Data, tensor,
 # pipeline and sharded parallelism trade simplicity against communication against memory. The worked example will be a
@@ -93,9 +93,10 @@ print(f"8 photographs, 2 workers: at least {batch_s / 2 * 1e3:.0f} ms")
 # The next cell lists what this version really has, so that this text cannot promise more than the library holds.
 
 # %%
-from mlsyslab import steptime
+from mlsyslab import steptime, straggler
 
 print("built: steptime, with the presets", ", ".join(steptime.PRESETS))
+print("built: straggler, with the presets", ", ".join(straggler.PRESETS))
 
 # %% [markdown]
 # A preset is a configuration with a known bottleneck. What makes it slow is real work or a real limit, so the true cause
@@ -112,8 +113,9 @@ print("built: steptime, with the presets", ", ".join(steptime.PRESETS))
 # |---|---|
 # | start | `make lab` opens JupyterLab at this notebook |
 # | learn the first question | open [01_step_time.ipynb](01_step_time.ipynb) |
-# | check that you can do it alone | open [exercises/01_step_time.ipynb](../exercises/01_step_time.ipynb); one way to solve it is in [solutions/01_step_time.ipynb](../solutions/01_step_time.ipynb) |
-# | run an experiment without Jupyter | `mlsyslab steptime --preset worked_example` |
+# | learn the second question | open [02_straggler.ipynb](02_straggler.ipynb) |
+# | check that you can do it alone | open the exercises to [step time](../exercises/01_step_time.ipynb) and the [straggler](../exercises/02_straggler.ipynb); one way to solve them is in [solutions/01_step_time.ipynb](../solutions/01_step_time.ipynb) and [solutions/02_straggler.ipynb](../solutions/02_straggler.ipynb) |
+# | run an experiment without Jupyter | `mlsyslab steptime --preset worked_example`, or `mlsyslab straggler` with a preset |
 # | see what is wrong with the machine | `mlsyslab doctor` |
 # | run every test | `make test` |
 #

@@ -30,6 +30,11 @@ from mlsyslab import steptime
 from mlsyslab.teach.explore import explore
 panel = explore(steptime, replace(steptime.PRESETS["quick"], steps=5000))
 panel"""
+STRAGGLER = """from dataclasses import replace
+from mlsyslab import straggler
+from mlsyslab.teach.explore import explore
+panel = explore(straggler, replace(straggler.PRESETS["quick"], magnitude=2.0, steps=5000))
+panel"""
 GONE_WITHIN_S = 3.0
 NOTEBOOKS, THEMES = "@jupyterlab/notebook-extension:tracker", "@jupyterlab/apputils-extension:themes"
 READ = (".mls-title", ".mls-badge", ".mls-status", ".mls-table td", ".mls-small", ".mls-verdict li")
@@ -253,6 +258,22 @@ def test_the_step_time_lab_runs_stops_and_gives_its_verdict(page: Any, lab: Any)
     wait_for_words(page, ".mls-status", "^The verdict is below")
     assert "Evidence" in words(page, ".mls-verdict")
     assert page.locator("img.mls-live").get_attribute("alt")
+
+
+def test_the_straggler_lab_shows_a_lane_for_each_rank_and_names_the_slow_one(page: Any, lab: Any) -> None:
+    show(page, lab, "straggler.ipynb", STRAGGLER)
+    page.locator("button.mls-skip").click()
+    wait_enabled(page, "button.mls-run")
+    first = start(page)
+    wait_for_words(page, ".mls-words", r"step ([2-9]\d|\d{3,}) of 5000")
+    wait_for_new_picture(page, first)
+    lanes = page.locator("img.mls-live").get_attribute("alt")
+    assert all(word in lanes for word in ("rank 0", "rank 1", "own work", "wait")), lanes
+    stop(page)
+    assert words(page, ".mls-error") == ""
+    choose(page, "compute", "rank 1", "model code")
+    wait_for_words(page, ".mls-status", "^The verdict is below")
+    assert "where: rank 1" in words(page, ".mls-verdict")
 
 
 def test_a_kernel_restart_in_mid_run_leaves_no_rank_alive(page: Any, lab: Any) -> None:

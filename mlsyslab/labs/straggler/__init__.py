@@ -16,9 +16,11 @@ from mlsyslab.labs.straggler import predict as closed_form
 from mlsyslab.labs.straggler.config import CAUSES, FAULTS, PRESETS, Config
 from mlsyslab.labs.straggler.detect import Detector
 from mlsyslab.labs.straggler.diagnose import diagnose
+from mlsyslab.labs.straggler.elastic import recover
 from mlsyslab.labs.straggler.evidence import facts_of
 from mlsyslab.labs.straggler.measure import measure, mitigate, preset, start
 from mlsyslab.labs.straggler.plot import live_plot, plot
+from mlsyslab.labs.straggler.recovery import Recovery
 from mlsyslab.labs.straggler.rules import BESIDES, OWNER
 from mlsyslab.labs.straggler.rules import RULES as EXPLAIN
 from mlsyslab.labs.straggler.simulate import simulate
@@ -44,6 +46,7 @@ __all__ = [
     "Config",
     "Detector",
     "Mitigation",
+    "Recovery",
     "diagnose",
     "live_plot",
     "measure",
@@ -51,6 +54,7 @@ __all__ = [
     "plot",
     "predict",
     "preset",
+    "recover",
     "simulate",
     "start",
     "summary",

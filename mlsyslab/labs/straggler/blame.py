@@ -205,29 +205,33 @@ class Rounds:
     steps: NDArray[np.int64]
     ranks: tuple[int, ...]
     frame: pd.DataFrame
+    rows: NDArray[np.int64]
 
     def column(self, name: str) -> Array:
         """[rounds, ranks] of another column of the records, in the step in which the round ends."""
-        return self.frame[name].to_numpy(float).reshape(-1, len(self.ranks))[1:]
+        return self.steps_of(name)[1:]
+
+    def steps_of(self, name: str) -> Array:
+        """[steps, ranks] of a column of the records, one row more than there are rounds."""
+        return self.frame[name].to_numpy(float)[self.rows]
 
 
 def rounds(frame: pd.DataFrame) -> Rounds:
     """The rounds of step records (columns rank, step and the phases); steps that some rank lacks are left out."""
-    ranks = sorted(int(rank) for rank in frame["rank"].unique())
-    whole = frame.groupby("step")["rank"].transform("nunique") == len(ranks)
-    ordered = (
-        frame[whole]
-        .drop_duplicates(["step", "rank"], keep="last")
-        .sort_values(["step", "rank"], kind="stable")
-    )
-    steps = ordered["step"].to_numpy(np.int64).reshape(-1, len(ranks))[:, 0]
-    laps = {name: ordered[name].to_numpy(float).reshape(-1, len(ranks)) for name in PHASES}
+    ranks, column = np.unique(frame["rank"].to_numpy(), return_inverse=True)
+    steps, row = np.unique(frame["step"].to_numpy(np.int64), return_inverse=True)
+    rows = np.full((len(steps), len(ranks)), -1, np.int64)
+    rows[row, column] = np.arange(len(frame))  # of a step that was done again the last record stays
+    whole = (rows >= 0).all(1)
+    steps, rows = steps[whole], rows[whole]
+    laps = {name: frame[name].to_numpy(float)[rows] for name in PHASES}
     phases = {name: laps[name][1:] for name in BEFORE} | {name: laps[name][:-1] for name in AFTER}
     return Rounds(
         own=np.sum(list(phases.values()), axis=0),
         wait=laps["sync_s"][1:],
         phases=phases,
         steps=steps[1:],
-        ranks=tuple(ranks),
-        frame=ordered,
+        ranks=tuple(int(rank) for rank in ranks),
+        frame=frame,
+        rows=rows,
     )

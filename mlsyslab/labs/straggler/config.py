@@ -45,9 +45,10 @@ PATTERNS = ("constant", "intermittent", "rotating", "everywhere")
 PAUSE_EVERY = 5  # steps
 BURST, BURST_FRAC = 3, 0.4  # an intermittent fault acts in bursts of so many steps, in this share of them
 LATE_S = 2.0  # seconds of a late start of magnitude 1
+SLACK_S = 0.015  # the exchange and the hand-over of a batch, during which a loader works ahead as well
 LINK_BYTES = 2 << 20  # of the message that checks a link
 FRAMEWORK_S = (
-    0.015  # CPU seconds that the small model, autograd, DDP and the loader's hand-over take a step here
+    0.020  # CPU seconds that the small model, autograd, DDP and the loader's hand-over take a step here
 )
 
 
@@ -187,7 +188,7 @@ def faults_of(config: Config) -> list[Fault]:
 PRESETS: Mapping[str, Config] = {
     "quick": Config(ranks=2, steps=16, fault="slow_backward", slow_rank=1, magnitude=1.0),
     "worked_example": Config(
-        fault="slow_input", slow_rank=2, magnitude=1.35, steps=24, compute_s=0.150, cpu_s=0.012
+        fault="slow_input", slow_rank=2, magnitude=1.3, steps=24, compute_s=0.150, cpu_s=0.012
     ),
     "equalised": Config(
         fault="slow_backward", slow_rank=1, magnitude=1.2, steps=24, compute_s=0.150, cpu_s=0.012

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from mlsyslab.runs import Run
 
 CLEAR_LEAD = 0.30  # of the healthy work: what contention alone explains, or comes from an overloaded host, must be so much
+OTHERS_FRAC = 0.15  # of the machine's cores; what others use below it does not overload the host
 LEAD = 2.5  # a cause that explains less than CLEAR_FRAC must explain so many times what the second does
 
 
@@ -57,10 +58,12 @@ def _doubt(facts: Facts) -> str:
     blame = facts.blame
     if blame.kind == "few steps":
         return (
-            f"only {facts.steps} steady steps can be compared and {ENOUGH_STEPS} are needed; "
+            f"only {facts.steps} steady {'step' if facts.steps == 1 else 'steps'} can be compared and {ENOUGH_STEPS} are needed; "
             "one slow step accuses nobody"
         )
-    crowded = 2 * len(facts.overloaded) > len(facts.ranks)
+    # Ranks that outnumber the cores wait for each other's bursts; that is the job's own load and no doubt.
+    by_others = facts.others_frac is None or facts.others_frac > OTHERS_FRAC
+    crowded = by_others and 2 * len(facts.overloaded) > len(facts.ranks)
     if crowded and (blame.kind != "rank" or blame.excess_s < CLEAR_LEAD * blame.base_s):
         return (
             f"{len(facts.overloaded)} of {len(facts.ranks)} ranks waited for a core in most steps: "

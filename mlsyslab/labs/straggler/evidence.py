@@ -30,7 +30,7 @@ class Facts:
     phases_s: excess by phase. cpu, queue and gc: of the training thread; None where nobody counts. load: the named
     ranks' loader beside the others', (cpu, read, wall) ratios. link_s: seconds of each rank's link check. join_s:
     seconds that each rank waited for the others at the start. hosts: telemetry means by rank. overloaded: ranks
-    that waited for a core in most steps.
+    that waited for a core in most steps; others_frac: the share of the cores that others used.
     """
 
     blame: Blame
@@ -53,6 +53,7 @@ class Facts:
     join_s: Mapping[int, float]
     hosts: Mapping[int, Mapping[str, Any]]
     overloaded: tuple[int, ...]
+    others_frac: float | None
     since: int | None
     paced: bool
     workers: int
@@ -99,7 +100,7 @@ def facts_of(run: Run) -> Facts:
     verdict = blame(found.own, found.wait, stages=stages)
     named = tuple(found.ranks[column] for column in verdict.ranks)
     columns, slow = list(verdict.ranks), verdict.slow
-    notes = run.notes
+    notes, hosts = run.notes, _hosts(run.telemetry, frame)
 
     def excess(values: Array) -> float:
         """Mean over the slow steps of what the named ranks have more than the others' median."""
@@ -132,8 +133,9 @@ def facts_of(run: Run) -> Facts:
         link_s=_by_rank(notes, "link", "send_s"),
         link_adds_s=_link_adds(notes),
         join_s=_by_rank(notes, "header", "join_s"),
-        hosts=_hosts(run.telemetry, frame),
+        hosts=hosts,
         overloaded=_overloaded(frame),
+        others_frac=_others_share(hosts, run.environment.get("limits") or {}),
         since=int(found.steps[verdict.since]) if verdict.since else None,
         paced=bool(run.config.paced),
         workers=int(run.config.workers),
@@ -159,7 +161,7 @@ def _after(found: Rounds, name: str, excess: Any) -> float | None:
     beginning of the next, so the larger of both readings is taken."""
     if name not in found.frame or found.frame[name].isna().any():
         return None
-    values = found.frame[name].to_numpy(float).reshape(-1, len(found.ranks))
+    values = found.steps_of(name)
     return max(excess(values[1:]), excess(values[:-1]))
 
 
@@ -241,6 +243,12 @@ def _busiest(rows: pd.DataFrame) -> str | None:
         return None
     name = max(seen, key=lambda key: sum(seen[key]))
     return f"{name} ({sum(seen[name]) / len(looks):.1f} cores)"
+
+
+def _others_share(hosts: Mapping[int, Mapping[str, Any]], limits: Mapping[str, Any]) -> float | None:
+    """Share of the machine's cores that processes outside this run used; None where nobody counts."""
+    used = [host["other_cpu_frac"] for host in hosts.values() if host.get("other_cpu_frac") is not None]
+    return float(np.median(used)) / limits["usable_cores"] if used and limits.get("usable_cores") else None
 
 
 def _overloaded(frame: pd.DataFrame) -> tuple[int, ...]:

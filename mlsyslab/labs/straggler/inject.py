@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.utils.data import Sampler
 
 from mlsyslab import jpegs, workloads
-from mlsyslab.labs.straggler.config import FRAMEWORK_S, LINK_BYTES, PAUSE_EVERY, Config, acts
+from mlsyslab.labs.straggler.config import FRAMEWORK_S, LINK_BYTES, PAUSE_EVERY, SLACK_S, Config, acts
 from mlsyslab.labs.straggler.noise import Noise
 
 PIECE_S = 0.004  # a paced accelerator runs kernels of this length, each launched by the host when the last has ended
@@ -131,7 +131,7 @@ class Samples(jpegs.JpegFolder):
     def __init__(self, folder: Path, config: Config) -> None:
         super().__init__(folder, config.images, seed=config.seed)
         self.config = config
-        read_s = (1 + config.magnitude) * config.base_s * max(config.workers, 1)
+        read_s = config.base_s + SLACK_S + config.extra_s
         self.slow = jpegs.ReadLimit(config.batch_size * 75e3 / max(read_s, 1e-3))
 
     def __getitem__(self, spec: Spec) -> tuple[torch.Tensor, int, torch.Tensor]:  # type: ignore[override]  # a richer index
@@ -176,7 +176,7 @@ def sample_cost_s(config: Config) -> float:
     Without a worker loading is not hidden, so the extra alone is the cost.
     """
     halved = 0.5 if config.relief == "less preprocessing" else 1.0
-    batch_s = config.base_s + config.extra_s if config.workers else config.extra_s
+    batch_s = config.base_s + SLACK_S + config.extra_s if config.workers else config.extra_s
     return halved * batch_s * max(config.workers, 1) / config.batch_size
 
 
@@ -289,7 +289,7 @@ def start_noise(config: Config, loaders: list[int], load_s: float) -> list[Noise
         off = config.extra_s * halved / (config.base_s + config.extra_s * halved)
         return [Noise("duty", (1 - off) * DUTY_PERIOD_S, off * DUTY_PERIOD_S, os.getpid())]
     if config.fault == "starved_workers":
-        on = min(0.9, load_s / (config.base_s + config.extra_s * halved) / max(config.workers, 1))
+        on = min(0.9, load_s / (config.base_s + SLACK_S + config.extra_s * halved) / max(config.workers, 1))
         return [Noise("duty", on * DUTY_PERIOD_S, (1 - on) * DUTY_PERIOD_S, *loaders)]
     return []
 

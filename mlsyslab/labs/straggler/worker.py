@@ -35,7 +35,7 @@ from mlsyslab.training import (
 )
 
 ONE_BUCKET_MB = 1 << 20
-AfterStep = Callable[[int, list[int]], Mapping[str, Any]]
+AfterStep = Callable[[int, list[int], torch.Tensor], Mapping[str, Any]]
 
 
 class Trainer:
@@ -140,8 +140,8 @@ class Trainer:
         )
 
     def train(self, after_step: AfterStep | None = None) -> None:
-        """The loop, timed. `after_step(step, indices of its samples)` runs inside the step, in `other_s`, when its
-        update is done; what it returns goes into the record."""
+        """The loop, timed. `after_step(step, indices of its samples, loss)` runs inside the step, in `other_s`, when
+        its update is done; what it returns goes into the record."""
         config, collected = self.config, GarbageSeconds()
 
         def write(record: StepRecord) -> None:
@@ -165,7 +165,7 @@ class Trainer:
                 workloads.python_work(config.cpu_s)
                 self.injector.pause(step, self.out)
                 if after_step:
-                    timer.add(**after_step(step, spent[:, 4].int().tolist()))
+                    timer.add(**after_step(step, spent[:, 4].int().tolist(), loss.detach()))
                 read_s, cpu_s, wall_s, size = spent[:, :4].sum(0).tolist()
                 before_s, queued_s = queued_s, run_queue_s()
                 queue_s = None if before_s is None or queued_s is None else queued_s - before_s

@@ -104,11 +104,13 @@ class Parts:
         self.root = self._arrange(first)
 
     def _guess(self, quantity: Quantity) -> widgets.Text:
+        label = f"{quantity.label} ({quantity.unit})" if quantity.unit else quantity.label
+        label_width = f"{0.85 * len(label):.0f}ch"  # the label whole; most letters are narrower than a digit
         box = widgets.Text(
-            description=f"{quantity.label} ({quantity.unit})" if quantity.unit else quantity.label,
+            description=label,
             placeholder="your guess",
-            layout=widgets.Layout(width="210px"),
-            style={"description_width": "105px"},
+            layout=widgets.Layout(width=f"calc({label_width} + 105px)"),
+            style={"description_width": label_width},
             tooltip=f"what do you expect for {quantity.label}, in {quantity.unit or 'its own unit'}?",
         )
         box.add_class(f"mls-predict-{quantity.key}")

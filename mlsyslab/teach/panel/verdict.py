@@ -27,7 +27,8 @@ def _evidence(figures: Sequence[Evidence]) -> list[str]:
     """Figure by figure; sensors that this machine lacks share one line."""
     lines = []
     for figure in figures:
-        notes = [f"points at {figure.points_at}" if figure.points_at else "", figure.confused_with]
+        notes = [f"points at {figure.points_at}" if figure.points_at else ""]
+        notes += [f"look-alike: {figure.confused_with}" if figure.confused_with else ""]
         said = "; ".join(note for note in notes if note)
         lines += [f"{figure}{f': {said}' if said else ''}"] if figure.value is not None else []
     absent = [figure.name for figure in figures if figure.value is None]

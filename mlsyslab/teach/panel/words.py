@@ -20,6 +20,9 @@ SHOWN = {
     "per_s": ("/s", 1.0),
 }
 
+# Keys that say too little by themselves.
+LABELS = {"own_s": "own work", "slow_own_s": "own work, slowest rank"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Quantity:
@@ -35,8 +38,8 @@ class Quantity:
         """The quantity that a key with a unit suffix stands for: `data_frac` -> "data", in percent."""
         suffix = unit_of(key)
         unit, scale = SHOWN.get(suffix, (suffix, 1.0))
-        label = key.removesuffix("_" + suffix) if suffix else key
-        return cls(key=key, label=label.replace("_", " "), unit=unit, scale=scale)
+        label = LABELS.get(key) or (key.removesuffix("_" + suffix) if suffix else key).replace("_", " ")
+        return cls(key=key, label=label, unit=unit, scale=scale)
 
     def parse(self, text: str) -> float:
         """What the learner typed, in the key's own unit; raises ConfigError."""
