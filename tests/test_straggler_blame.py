@@ -68,6 +68,20 @@ def test_a_slowness_that_rotates_is_said_and_names_nobody(ranks: int) -> None:
         assert blame(*job(ranks, rotate, seed=seed)).kind == "rotates"
 
 
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_a_rotation_does_not_widen_the_scatter_that_it_is_measured_by(ranks: int) -> None:
+    """Longer samples make the rank that has them 60 % slower, others shift by a tenth."""
+    for seed in range(10):
+        turns = np.random.default_rng(seed).permutation(np.arange(27) % ranks)
+
+        def rotate(own: Array, turns: object = turns) -> None:
+            own[np.arange(27), turns] += 0.6 * BASE_S
+
+        found = blame(*job(ranks, rotate, seed=seed, noise=0.1, steps=27))
+        assert found.kind == "rotates"
+        assert found.noise_s < 0.15 * BASE_S
+
+
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_a_fault_that_comes_and_goes_is_named_with_the_steps_in_which_it_acts(ranks: int) -> None:
     bursts = [3, 4, 5, 12, 13, 14, 20, 21]

@@ -63,10 +63,10 @@ def test_the_rank_with_the_fault_is_named_and_no_other(fault: str, tmp_path: Pat
 def test_nobody_is_named_in_a_healthy_or_rotating_job(
     fields: dict[str, Any], tmp_path: Path, no_orphans: None
 ) -> None:
-    # Seed 134 gives each rank seven of the 21 turns: in so few steps a random order can look like one rank's fault.
-    _, verdict = measured(tmp_path, **{"ranks": 3, "steps": 24, "seed": 134, **fields})
+    _, verdict = measured(tmp_path, **{"ranks": 3, "steps": 24, **fields})
     assert verdict.where is None
     assert verdict.cause in ("healthy", "imbalance", "unknown")
+    assert verdict.cause != ("imbalance" if fields["fault"] == "none" else "healthy")
 
 
 def test_all_ranks_take_equally_long_and_only_own_work_differs(tmp_path: Path, no_orphans: None) -> None:

@@ -84,9 +84,16 @@ def replay_gain(own: Array, wait: Array, ranks: Sequence[int]) -> float:
     return float(1 - job_seconds(healed, wait).sum() / job_seconds(own, wait).sum())
 
 
-def scatter(values: Array) -> float:
-    """The ranks' median standard deviation over steps, from the median absolute deviation (factor 1.4826)."""
-    return float(1.4826 * np.median(np.median(np.abs(values - np.median(values, 0)), 0)))
+def usual_scatter(own: Array) -> float:
+    """The scatter of own work over steps with the slowest rank of each step left out.
+
+    A fault that rotates meets each of three ranks in a third of the steps, enough to widen a median absolute deviation
+    that it is then measured by; among the others of each step it is not.
+    """
+    slowest = own.argmax(1)[:, None] == np.arange(own.shape[1])
+    rest = np.where(slowest, np.nan, own)
+    usual = rest - np.nanmedian(rest)
+    return float(1.4826 * np.nanmedian(np.abs(usual)))
 
 
 def chance(hits: int, trials: int, p: float) -> float:
@@ -107,8 +114,7 @@ def blame(own: Array, wait: Array, *, stages: Sequence[int] | None = None) -> Bl
         return Blame(kind="few steps", slow=nobody)
     base_s = float(np.median(own.min(1) if ranks == 2 else np.median(own, 1)))
     excess = own - median_of_others(own)
-    # Of two ranks' difference half is the other's; the faster of the two is the one without the fault.
-    noise_s = scatter(excess if ranks > 2 else own.min(1, keepdims=True))
+    noise_s = usual_scatter(own)
     limit_s = max(EXCESS_FRAC * base_s, 4 * noise_s / math.sqrt(steps))
 
     def named(kind: str, who: tuple[int, ...], slow: NDArray[np.bool_], share: float) -> Blame:
