@@ -6,7 +6,7 @@ Pure: numbers and sentences in, numbers and sentences out. No torch, no files, n
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 Origin = Literal["measured", "predicted", "simulated", "recorded"]
@@ -132,6 +132,15 @@ class Diagnosis:
     evidence: tuple[Evidence, ...] = ()
     actions: tuple[Action, ...] = ()
     gain: Range | None = None
+
+    def recorded(self) -> Diagnosis:
+        """The same of a run read from disk: its figures were measured elsewhere or earlier, and say so."""
+
+        def mark(items: tuple[Evidence, ...]) -> tuple[Evidence, ...]:
+            return tuple(replace(item, origin="recorded") for item in items)
+
+        findings = tuple(replace(finding, evidence=mark(finding.evidence)) for finding in self.findings)
+        return replace(self, evidence=mark(self.evidence), findings=findings)
 
     def __str__(self) -> str:
         what = f"{self.cause} ({self.kind})" if self.kind else self.cause

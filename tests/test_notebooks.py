@@ -116,7 +116,9 @@ def test_its_verdicts_are_compared_by_nbval(target: build.Target) -> None:
 
 @pytest.mark.parametrize("target", EXECUTED, ids=name_of)
 def test_its_outputs_are_fit_to_be_read_by_others(target: build.Target) -> None:
-    build.refuse_unfit(committed(target), name_of(target))
+    notebook = committed(target)
+    assert build.absolute_paths(notebook) == []
+    assert len(nbformat.writes(notebook).encode()) <= build.SIZE_LIMIT_BYTES
 
 
 # ---- exercises: nothing given away, nothing unchecked

@@ -6,7 +6,6 @@ it names the cause, and further evidence names the kind. Where the evidence is t
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mlsyslab.contract import Diagnosis, Evidence, Finding
@@ -26,17 +25,7 @@ CLEAR_LEAD = 1.5  # on an overloaded machine the first share must be this many t
 def diagnose(run: Run) -> Diagnosis:
     """The verdict on a run, or an abstention with its reason. Raises RunError where nothing was recorded."""
     verdict = decide(facts_of(run))
-    return verdict if run.origin == "measured" else _recorded(verdict)
-
-
-def _recorded(verdict: Diagnosis) -> Diagnosis:
-    """The verdict on a run read from disk: its figures were measured elsewhere or earlier, and say so."""
-
-    def mark(items: tuple[Evidence, ...]) -> tuple[Evidence, ...]:
-        return tuple(replace(item, origin="recorded") for item in items)
-
-    findings = tuple(replace(finding, evidence=mark(finding.evidence)) for finding in verdict.findings)
-    return replace(verdict, evidence=mark(verdict.evidence), findings=findings)
+    return verdict if run.origin == "measured" else verdict.recorded()
 
 
 def decide(facts: Facts) -> Diagnosis:

@@ -44,7 +44,7 @@ class Facts:
     phases_s: Mapping[str, float]
     cpu_excess_s: float | None
     queue_excess_s: float | None
-    gc_excess_s: float
+    gc_excess_s: float | None
     load: tuple[float, float, float] | None
     rest_s: float
     length_corr: float | None
@@ -126,7 +126,7 @@ def facts_of(run: Run) -> Facts:
         phases_s={name: excess(values) for name, values in found.phases.items()} if columns else {},
         cpu_excess_s=_after(found, "cpu_s", excess) if columns else None,
         queue_excess_s=_after(found, "queue_s", excess) if columns else None,
-        gc_excess_s=(_after(found, "gc_s", excess) or 0.0) if columns else 0.0,
+        gc_excess_s=_after(found, "gc_s", excess) if columns else None,
         load=_load(found, columns, slow) if columns else None,
         rest_s=_rest(found, columns, slow) if columns else 0.0,
         length_corr=_correlation(found),

@@ -34,7 +34,6 @@ from mlsyslab.training import (
     run_queue_s,
 )
 
-ONE_BUCKET_MB = 1 << 20
 AfterStep = Callable[[int, list[int], torch.Tensor], Mapping[str, Any]]
 
 
