@@ -47,7 +47,8 @@ def overloaded(verdict: Diagnosis) -> bool:
 
 @pytest.mark.parametrize("fault", [name for name in MECHANISMS if name not in ("none", "data_imbalance")])
 def test_the_rank_with_the_fault_is_named_and_no_other(fault: str, tmp_path: Path, no_orphans: None) -> None:
-    more = {"steps": 28} if fault == "periodic_pause" else {}
+    # Of two ranks one is in 5 of 5 slow steps by chance in 3 cases of 100; 44 steps hold eight pauses.
+    more = {"steps": 44} if fault == "periodic_pause" else {}
     run, verdict = measured(tmp_path, fault=fault, **more)
     (truth,) = run.truth
     assert truth["rank"] == 1

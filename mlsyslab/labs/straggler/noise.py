@@ -23,6 +23,7 @@ from mlsyslab.contract import RunError
 
 NAME = "noisy-neighbour"
 PR_SET_NAME = 15
+GONE_WITHIN_S = 10.0  # beyond it the core is so crowded that it ends later, by itself
 BURST_S = 0.02  # between two looks at stdin while burning
 
 
@@ -33,7 +34,7 @@ class Noise:
         command = [sys.executable, "-m", __name__, *map(str, words)]
         try:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
             )
         except OSError as error:
             raise RunError(
@@ -54,11 +55,15 @@ class Noise:
             self._process.stdin.flush()
 
     def close(self) -> None:
-        """End it, and let go on what it stopped."""
-        assert self._process.stdin is not None
+        """End it, and let go on what it stopped; returns when it is gone, which its end of stdout tells."""
+        process = self._process
+        assert process.stdin is not None
+        assert process.stdout is not None
         with suppress(OSError):
-            self._process.stdin.close()
-        self._process.wait()
+            process.stdin.close()
+        select.select([process.stdout], [], [], GONE_WITHIN_S)
+        process.stdout.close()
+        process.wait()
 
 
 def _wait(seconds: float) -> bool | None:
