@@ -105,9 +105,13 @@ def _family(tops: Collection[int], seen: Mapping[int, Seen]) -> Iterator[int]:
             yield pid
 
 
-def busiest(before: Census | None, after: Census | None) -> list[dict[str, Any]] | None:
+def busiest(
+    before: Census | None, after: Census | None, cores: Collection[int] | None = None
+) -> list[dict[str, Any]] | None:
     """Up to NAMED processes outside this run that used LEAST_CORES or more in between, busiest first: pid, name,
     cpu_frac (in cores, over all threads) and cpu. None where there are no two looks to compare.
+
+    cores: only those whose main thread last ran on one of them; a process elsewhere disturbs nobody here.
     """
     if before is None or after is None or after.clock_s <= before.clock_s:
         return None
@@ -120,7 +124,7 @@ def busiest(before: Census | None, after: Census | None) -> list[dict[str, Any]]
             "cpu": after.seen[pid].cpu,
         }
         for pid, cpu_s in _others_cpu_s(before, after)
-        if cpu_s / seconds >= LEAST_CORES
+        if cpu_s / seconds >= LEAST_CORES and (cores is None or after.seen[pid].cpu in cores)
     ]
     return sorted(used, key=lambda entry: -entry["cpu_frac"])[:NAMED]
 

@@ -50,7 +50,8 @@ Pairs = Mapping[int, tuple[Process | None, Process]]
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """All counters at one moment. machine: `processes.read_machine`; host: of `hostlog.read`; gpu: `nvml.Gpu.read`."""
+    """All counters at one moment. machine: `processes.read_machine`; host: of `hostlog.read`; gpu: `nvml.Gpu.read`;
+    cores: those that the rank may run on, None where the system does not tell."""
 
     time_s: float
     clock_s: float
@@ -61,6 +62,7 @@ class Reading:
     machine: Mapping[str, float | None] = field(default_factory=dict)
     host: Mapping[str, float | None] = field(default_factory=dict)
     census: Census | None = None
+    cores: frozenset[int] | None = None
     gpu: Mapping[str, Any] = field(default_factory=lambda: dict.fromkeys(SENSORS))
 
 
@@ -94,9 +96,21 @@ def read(
         machine=read_machine(),
         host=hostlog.read_often(root.parent),
         census=take_census([top, pid, os.getpid()], root, last),
+        cores=_cores(pid, root),
         gpu=gpu.read() if gpu else dict.fromkeys(SENSORS),
         own_cpu_s=time.process_time(),
     )
+
+
+def _cores(pid: int, root: Path) -> frozenset[int] | None:
+    """The cores that a process may run on, of the line `Cpus_allowed_list: 0-3,8` (man 5 proc_pid_status)."""
+    try:
+        status = (root / str(pid) / "status").read_text(errors="replace")
+        listed = status.partition("Cpus_allowed_list:")[2].split(maxsplit=1)[0]
+        ends = [part.partition("-") for part in listed.split(",")]
+        return frozenset(core for low, _, high in ends for core in range(int(low), int(high or low) + 1))
+    except (OSError, IndexError, ValueError):  # no /proc here, or the process has just ended
+        return None
 
 
 def _tree_cpu_s(top: int, root: Path) -> float:
@@ -131,7 +145,7 @@ def difference(before: Reading, after: Reading) -> dict[str, Any]:
         **_worker_rates(pairs, seconds),
         "steal_frac": _steal(before.machine, after.machine),
         "other_cpu_frac": _others(machine.get("busy_s"), ours),
-        "neighbours": busiest(before.census, after.census),
+        "neighbours": busiest(before.census, after.census, after.cores),
         "throttled_s": host.get("throttled_s"),
         "busy_cores": machine.get("busy_s"),
         "own_cpu_frac": (after.own_cpu_s - before.own_cpu_s) / seconds,

@@ -79,6 +79,14 @@ def test_what_lies_beside_or_above_the_run_is_outside(proc):
     assert named(before, look(proc, before, tops=(11,), clock_s=101.0)) == {10: 0.8}
 
 
+def test_only_what_ran_on_the_given_cores_is_a_neighbour(proc):
+    before = look(proc)
+    put(proc, 20, 5.0, cpu=3)
+    after = look(proc, before, clock_s=101.0)
+    assert busiest(before, after, {0, 1}) == []
+    assert [entry["pid"] for entry in busiest(before, after, {1, 3})] == [20]
+
+
 def test_the_busiest_three_come_in_order_and_the_idle_not_at_all(proc):
     before = look(proc)
     for pid, cpu_s in ((30, 0.3), (31, 0.05), (32, 0.9), (33, 0.6), (34, 0.2)):

@@ -90,6 +90,19 @@ def test_a_fault_that_comes_and_goes_is_named_with_the_steps_in_which_it_acts(ra
     assert np.flatnonzero(found.slow).tolist() == bursts
 
 
+def test_hiccups_on_another_rank_have_no_vote_beside_long_pauses() -> None:
+    """Eight pauses of three steps' length on rank 0 of two, and small hiccups of both."""
+
+    def change(own: Array) -> None:
+        own[4::5, 0] += 3 * BASE_S
+        own[[7, 16], 0] += 0.2 * BASE_S
+        own[[10, 22], 1] += 0.2 * BASE_S
+
+    found = blame(*job(2, change, steps=42))
+    assert (found.kind, found.ranks) == ("rank", (0,))
+    assert np.flatnonzero(found.slow).tolist() == list(range(4, 42, 5))
+
+
 def test_a_fault_that_begins_late_is_dated() -> None:
     found = blame(*job(4, add(3, 0.5 * BASE_S, slice(18, None))))
     assert (found.kind, found.ranks, found.since) == ("rank", (3,), 18)

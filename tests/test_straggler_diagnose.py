@@ -13,7 +13,8 @@ from straggler_runs import slow, write_run
 from mlsyslab.contract import RunError
 from mlsyslab.labs.straggler import CAUSES, diagnose, summary
 from mlsyslab.labs.straggler.blame import blame
-from mlsyslab.labs.straggler.evidence import checks, facts_of
+from mlsyslab.labs.straggler.checks import checks
+from mlsyslab.labs.straggler.evidence import facts_of
 from mlsyslab.labs.straggler.rules import OWNER, RULES
 from mlsyslab.runs import create_run, open_run
 
@@ -177,12 +178,42 @@ def test_a_link_that_is_slow_only_in_the_check_is_no_verdict(tmp_path: Path) -> 
     assert diagnose(write_run(tmp_path / "run", notes=links({3: 0.021}))).cause == "healthy"
 
 
-def test_a_late_start_is_said_and_costs_nothing_later(tmp_path: Path) -> None:
+def test_a_slow_link_counts_more_than_a_rotation_that_costs_less(tmp_path: Path) -> None:
+    def slower(rank: int, step: int) -> dict[str, float]:
+        return {"sync_s": 0.040, "forward_s": 0.012 if rank == step % 4 else 0.0}
+
+    assert diagnose(write_run(tmp_path / "run", slower, notes=links({3: 0.021}))).where == "rank 3"
+    assert diagnose(write_run(tmp_path / "rotation", slower)).cause == "imbalance"
+
+
+@pytest.mark.parametrize(("waited_s", "where"), [(2.1, "rank 2"), (0.7, "rank 2"), (0.3, None)])
+def test_a_late_start_is_said_and_costs_nothing_later(
+    waited_s: float, where: str | None, tmp_path: Path
+) -> None:
     run = write_run(
-        tmp_path / "run", notes=lambda rank: [{"kind": "header", "join_s": 0.02 if rank == 2 else 2.1}]
+        tmp_path / "run", notes=lambda rank: [{"kind": "header", "join_s": 0.02 if rank == 2 else waited_s}]
     )
     verdict = diagnose(run)
-    assert (verdict.cause, verdict.where) == ("startup", "rank 2")
+    assert (verdict.cause, verdict.where) == ("startup" if where else "healthy", where)
+
+
+def test_where_ranks_wait_for_cores_a_start_must_be_later_to_be_late(tmp_path: Path) -> None:
+    run = write_run(
+        tmp_path / "run",
+        lambda rank, step: {"overloaded": True},
+        notes=lambda rank: [{"kind": "header", "join_s": 0.02 if rank == 2 else 0.7}],
+    )
+    assert diagnose(run).where is None
+
+
+def test_a_usual_figure_points_at_nobody(tmp_path: Path) -> None:
+    """20 retransmitted segments in two seconds are worth a look, one is not."""
+    for count, points_at in ((1.0, "nobody, as usual"), (20.0, "communication")):
+        run = write_run(
+            tmp_path / str(count), telemetry=lambda rank, n=count: {"retransmits": n, "interval_s": 2.0}
+        )
+        (shown,) = [e for e in diagnose(run).evidence if e.name == "retransmitted segments"]
+        assert (shown.value, shown.unit, shown.points_at) == (count / 2, "per s", points_at)
 
 
 def test_the_neighbour_is_named(tmp_path: Path) -> None:

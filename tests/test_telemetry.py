@@ -154,6 +154,25 @@ def test_the_process_asked_for_is_read_and_not_its_parent(tmp_path):
     assert telemetry.read(10, root=tmp_path).tree_cpu_s == pytest.approx(2 * 42 * TICK_S)
 
 
+@pytest.mark.parametrize(("listed", "pids"), [("0-3,6", [90]), ("0-5", []), (None, [90])])
+def test_only_a_process_on_the_ranks_own_cores_is_its_neighbour(listed, pids, tmp_path, monkeypatch):
+    """put_process says that it last ran on core 6; where nothing tells the rank's cores, all are its own."""
+    monkeypatch.setattr(processes, "read_machine", dict)
+    readings = []
+    for count in (1, 3):
+        put_process(tmp_path, 10)
+        if listed:
+            (tmp_path / "10/status").write_text(f"Name:\tx\nCpus_allowed_list:\t{listed}\nMems_allowed:\t1\n")
+        put_process(tmp_path, 90, cpu_ticks=count * 100, name="stress")
+        readings.append(telemetry.read(10, root=tmp_path))
+    after = dataclasses.replace(
+        readings[1],
+        clock_s=readings[0].clock_s + 4,
+        census=dataclasses.replace(readings[1].census, clock_s=readings[0].census.clock_s + 4),
+    )
+    assert [entry["pid"] for entry in difference(readings[0], after)["neighbours"]] == pids
+
+
 def test_what_host_and_neighbours_did_is_of_the_interval(tmp_path, monkeypatch):
     stat = "nr_throttled {}\nthrottled_usec {}\n"
     card = "  eth0: 1 1 {} 0 0 0 0 0 1 1 0 0 0 0 0 0\n"

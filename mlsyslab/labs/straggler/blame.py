@@ -28,6 +28,7 @@ ENOUGH_STEPS = 5  # below it nobody is accused
 EXCESS_FRAC = 0.08  # of the healthy own work; smaller differences are not worth a cordon
 SLOW_FRAC = 0.10  # a step is slow when its first rank is so far ahead of the others
 STEADY_FRAC = 0.70  # of the steps in which a constant straggler must exceed the others
+LEAD_FRAC = 0.90  # of the lead of the slow steps; the steps that hold it are counted
 SAME_FRAC = 0.80  # of the slow steps that must be one rank's, for an intermittent straggler
 CHANCE = 0.01  # the most that chance may explain of an intermittent straggler
 COST_FRAC = 0.04  # of the job's time that a straggler or a rotation must cost
@@ -139,7 +140,7 @@ def blame(own: Array, wait: Array, *, stages: Sequence[int] | None = None) -> Bl
         kind = "stage" if _is_stage(who, stages) else "rank"
         return named(kind, who, np.ones(steps, bool), float(steady[constant].mean()))
     first, lead = np.argmax(excess, 1), excess.max(1)
-    slow = lead > max(SLOW_FRAC * base_s, 4 * noise_s)
+    slow = _weightiest(lead, lead > max(SLOW_FRAC * base_s, 4 * noise_s))
     if slow.sum() >= 2:
         votes = np.bincount(first[slow], minlength=ranks)
         who = (int(votes.argmax()),)
@@ -163,6 +164,16 @@ def blame(own: Array, wait: Array, *, stages: Sequence[int] | None = None) -> Bl
         after = np.arange(steps) >= rise
         return Blame(kind="shared", slow=after, base_s=base_s, noise_s=noise_s, since=rise)
     return Blame(kind="healthy", slow=nobody, base_s=base_s, noise_s=noise_s)
+
+
+def _weightiest(lead: Array, slow: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """The fewest of the slow steps that hold LEAD_FRAC of their lead: two hiccups of 20 ms, one on each rank, have no
+    vote beside eight pauses of 300."""
+    order = np.argsort(-lead * slow, kind="stable")
+    held = np.cumsum((lead * slow)[order])
+    kept = np.zeros_like(slow)
+    kept[order[: np.searchsorted(held, LEAD_FRAC * held[-1]) + 1]] = True
+    return kept & slow
 
 
 def _waits_less(wait: Array, excess: Array, who: NDArray[Any]) -> NDArray[np.bool_]:

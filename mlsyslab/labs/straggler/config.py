@@ -193,7 +193,7 @@ PRESETS: Mapping[str, Config] = {
     "equalised": Config(
         fault="slow_backward", slow_rank=1, magnitude=1.2, steps=24, compute_s=0.150, cpu_s=0.012
     ),
-    "contention": Config(fault="cpu_contention", slow_rank=3),
+    "contention": Config(ranks=3, fault="cpu_contention", slow_rank=2),
     "throttled": Config(fault="throttling", slow_rank=0),
     "slow_link": Config(ranks=3, fault="slow_link", slow_rank=1),
     "pauses": Config(fault="periodic_pause", slow_rank=2, steps=44),

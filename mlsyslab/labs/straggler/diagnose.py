@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 from mlsyslab.contract import Diagnosis, Evidence, Finding, Range
 from mlsyslab.labs.straggler.actions import ABOVE, BELOW, actions_for, kind_of
 from mlsyslab.labs.straggler.blame import ENOUGH_STEPS
-from mlsyslab.labs.straggler.evidence import Facts, checks, facts_of
+from mlsyslab.labs.straggler.checks import checks
+from mlsyslab.labs.straggler.evidence import Facts, facts_of
 from mlsyslab.labs.straggler.rules import BESIDES, CLEAR_FRAC, OWNER, RULES
 
 if TYPE_CHECKING:
@@ -34,7 +35,11 @@ def decide(facts: Facts) -> Diagnosis:
     evidence, kind = checks(facts), facts.blame.kind
     doubt = _doubt(facts)
     besides = [finding for rule in BESIDES if (finding := rule.test(facts))]
-    if besides and kind in ("healthy", "shared"):  # an overloaded host does not fake these
+    # An overloaded host does not fake these; and what changes places is nothing beside a link that costs more.
+    if besides and (
+        kind in ("healthy", "shared")
+        or (kind == "rotates" and besides[0].weight_frac > facts.blame.gain_frac)
+    ):
         return _beside(besides, facts, evidence)
     if doubt:
         return Diagnosis(cause="unknown", reason=doubt, evidence=evidence)

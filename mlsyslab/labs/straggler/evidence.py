@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mlsyslab.contract import Evidence, RunError
+from mlsyslab.contract import RunError
 from mlsyslab.labs.straggler.blame import Array, Blame, Rounds, blame, rounds
 from mlsyslab.labs.straggler.config import LINK_BYTES
 from mlsyslab.records import PHASES
@@ -260,78 +260,3 @@ def _overloaded(frame: pd.DataFrame) -> tuple[int, ...]:
         .mean()
     )
     return tuple(int(rank) for rank in shares.index[shares >= 0.5])
-
-
-def checks(facts: Facts) -> tuple[Evidence, ...]:
-    """The checks in the order in which to make them, each with its figure, whom it points at, and its look-alike."""
-    of = facts.named[0] if facts.named else None
-    host = facts.hosts.get(of, {}) if of is not None else _mean_host(facts.hosts)
-    who = f"rank {of}" if of is not None else "nobody"
-    shown = [
-        Evidence(name="job's step", value=facts.step_s, unit="s", points_at="nobody: it is the same on all ranks"),
-        Evidence(
-            name="own work, slowest rank",
-            value=facts.own_s[of] if of is not None else max(facts.own_s.values(), default=0.0),
-            unit="s",
-            points_at=who,
-            confused_with="backward time, which the wait for others makes alike",
-        ),
-        Evidence(name="own work of the others", value=_others(facts.own_s, facts.named), unit="s"),
-        Evidence(
-            name="wait, slowest rank",
-            value=facts.wait_s[of] if of is not None else min(facts.wait_s.values(), default=0.0),
-            unit="s",
-            points_at="the rank with the least of it",
-            confused_with="the longest collective, which is a victim's",
-        ),
-        Evidence(name="wait of the others", value=_others(facts.wait_s, facts.named), unit="s"),
-        Evidence(
-            name="device utilisation", value=host.get("gpu_util_frac"), unit="frac", points_at=who,
-            confused_with="a device that waits for data or for its host",
-        ),
-        Evidence(name="device memory bandwidth in use", value=host.get("gpu_memory_util_frac"), unit="frac"),
-        Evidence(
-            name="excess of data wait", value=facts.phases_s.get("data_s"), unit="s", points_at="input",
-            confused_with="a loader that others keep from its core",
-        ),
-        Evidence(name="disk reads", value=host.get("disk_read_bytes_per_s"), unit="bytes_per_s", points_at="input (storage)"),
-        Evidence(name="CPU time stolen by the hypervisor", value=host.get("steal_frac"), unit="frac", points_at="the hypervisor's other guests"),
-        Evidence(
-            name="excess of run-queue wait", value=facts.queue_excess_s, unit="s", points_at="host (contention)",
-            confused_with="too many threads of the job itself",
-        ),
-        Evidence(name="noisiest neighbour", value=host.get("neighbour"), points_at="host (contention)"),
-        Evidence(
-            name="found stopped by telemetry", value=host.get("stopped_frac"), unit="frac", points_at="host (throttled)",
-            confused_with="a rank that waits: it sleeps, and is not stopped",
-        ),
-        Evidence(name="throttled by its control group", value=host.get("throttled_s"), unit="s", points_at="host (quota)"),
-        Evidence(name="retransmitted segments", value=host.get("retransmits"), points_at="communication"),
-        Evidence(name="network errors and drops", value=host.get("net_errors"), points_at="communication"),
-        Evidence(
-            name="transfer: the least wait of any rank", value=facts.transfer_s, unit="s", points_at="communication",
-            confused_with="waiting, which is the rest",
-        ),
-        Evidence(
-            name="link check, slowest rank", value=max(facts.link_s.values(), default=None), unit="s",
-            points_at=f"rank {max(facts.link_s, key=lambda r: facts.link_s[r])}" if facts.link_s else "",
-        ),
-        Evidence(
-            name="wait at the start, least of any rank", value=min(facts.join_s.values(), default=None), unit="s",
-            points_at="a late start: the last to come waits least",
-        ),
-        Evidence(
-            name="kernel log", value="; ".join(facts.kernel[:3]) or None if facts.kernel else None, points_at="hardware",
-        ),
-    ]  # fmt: skip
-    return tuple(shown)
-
-
-def _others(values: Mapping[int, float], named: tuple[int, ...]) -> float | None:
-    rest = [value for rank, value in values.items() if rank not in named]
-    return float(np.median(rest)) if rest else None
-
-
-def _mean_host(hosts: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
-    names = {name for host in hosts.values() for name, value in host.items() if isinstance(value, float)}
-    return {name: float(np.mean([host[name] for host in hosts.values() if name in host])) for name in names}

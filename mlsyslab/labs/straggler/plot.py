@@ -176,6 +176,7 @@ def _draw_predicted(axes: Axes, count: int, predicted: Range) -> float:
         f"predicted step {expected:.0f} ms ({low:.0f} to {high:.0f})",
         va="center",
         fontsize=8.5,
+        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5},  # the range's bar may pass behind it
     )
     return at + height / 2 + 0.02 * count
 

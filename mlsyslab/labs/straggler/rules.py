@@ -7,12 +7,11 @@ explain why nobody is slow. A share below CLEAR_FRAC names no cause.
 from __future__ import annotations
 
 from mlsyslab.contract import Evidence, Finding, Rule
+from mlsyslab.labs.straggler.checks import JOIN_S, LINK_FACTOR, SEEN_FRAC
 from mlsyslab.labs.straggler.evidence import Facts
 
 CLEAR_FRAC = 0.80  # of the excess that one cause must hold
-SEEN_FRAC = 0.30  # of the excess; what explains less is not worth a finding
-LINK_FACTOR, LINK_S = 4.0, 0.005  # a link that needs so many times the others', and so much more, is slow
-LATE_S = 1.0  # a start that keeps the others waiting for longer is late
+LINK_S = 0.005  # the least by which a slow link takes longer than the others
 
 OWNER = {
     "input": "storage/data",
@@ -180,7 +179,7 @@ def _late(facts: Facts) -> Finding | None:
         return None
     last = min(facts.join_s, key=lambda rank: facts.join_s[rank])
     others = min(value for rank, value in facts.join_s.items() if rank != last)
-    if others - facts.join_s[last] < LATE_S:
+    if others - facts.join_s[last] < JOIN_S * (2 if facts.overloaded else 1):
         return None
     return Finding(
         rule="start",
