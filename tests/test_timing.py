@@ -101,7 +101,7 @@ def records() -> list[StepRecord]:
 @pytest.fixture
 def ticking(
     records: list[StepRecord],
-) -> tuple[FakeClock, StepTimer, Callable[[], None], Callable[[Any], Any]]:
+) -> Iterator[tuple[FakeClock, StepTimer, Callable[[], None], Callable[[Any], Any]]]:
     """A timer on a fake clock whose model, backward and optimizer each take a known time."""
     clock = FakeClock()
 
@@ -133,7 +133,8 @@ def ticking(
             clock.now += 1.0
             yield torch.ones(4, 8)
 
-    return clock, timer, lambda: update(model, optimizer, torch.ones(4, 8)), loader
+    yield clock, timer, lambda: update(model, optimizer, torch.ones(4, 8)), loader
+    timer._shut()  # what a test leaves open would watch the backward of the next
 
 
 # ---- marks
