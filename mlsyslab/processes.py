@@ -24,7 +24,7 @@ STATES = {
     "stopped": "T",
     "tracing-stop": "t",
 }  # psutil's words
-NOT_WORKERS = (b"multiprocessing.resource_tracker", b"mlsyslab.telemetry")
+NOT_WORKERS = (b"multiprocessing.resource_tracker", b"mlsyslab.telemetry", b"tc\0-batch")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +173,7 @@ def _parents_by_psutil() -> dict[int, list[str]]:
 
 
 def is_worker(pid: int, root: Path = PROC) -> bool:
-    """False for Python's own helper and for samplers, which are children of a rank too."""
+    """False for Python's own helper, for samplers and for traffic control, which are children of a rank too."""
     command = text_of(root / str(pid) / "cmdline").encode()
     return not any(word in command for word in NOT_WORKERS)
 

@@ -1,4 +1,4 @@
-"""Workers and a caller for tests/test_straggler_elastic.py; run as a script it plays a kernel that calls recover."""
+"""Workers and a caller for the straggler's tests of processes; run as a script it plays a kernel that calls recover."""
 
 from __future__ import annotations
 
@@ -57,6 +57,15 @@ def killed_while_saving(payload: dict[str, Any], out: Path) -> None:
         FileSystemWriter.finish = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
     resume.save(folder, model, optimizer, 10, rank=context.rank)
     dist.barrier()
+
+
+def rank_1_may_not_leave_the_network(payload: dict[str, Any], out: Path) -> None:
+    """The lab's worker, where the kernel refuses one rank a network namespace."""
+    from mlsyslab.labs.straggler import netns, worker
+
+    if os.environ["RANK"] == "1":
+        netns.CLONE_NEWNET = 1  # no flag that unshare knows: EINVAL
+    worker.main(payload, out)
 
 
 if __name__ == "__main__":

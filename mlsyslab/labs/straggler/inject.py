@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch.utils.data import Sampler
 
 from mlsyslab import jpegs, workloads
+from mlsyslab.labs.straggler import netns
 from mlsyslab.labs.straggler.config import FRAMEWORK_S, LINK_BYTES, PAUSE_EVERY, SLACK_S, Config, acts
 from mlsyslab.labs.straggler.noise import Noise
 
@@ -24,6 +26,7 @@ GRACE_S = 0.001  # of a piece's overshoot that timers cause, and the next piece 
 DUTY_PERIOD_S = 0.020
 MOST_NEIGHBOURS = 16
 Spec = tuple[int, int, float, bool, float]
+AnyLink: TypeAlias = "Link | netns.Link"
 
 
 def pace(seconds: float) -> None:
@@ -184,7 +187,12 @@ def sample_cost_s(config: Config) -> float:
 
 
 class Link:
-    """What this rank sends to others; slow when told, then each message waits for its bytes at `bytes_per_s` first."""
+    """What this rank sends to others; slow when told, then each message waits for its bytes at `bytes_per_s` first.
+
+    The way for every machine; `netns.Link` has the same methods and a link that is really slow.
+    """
+
+    how = "delayed sends by a communication hook"
 
     def __init__(self, bytes_per_s: float) -> None:
         self.bytes_per_s, self.slow = bytes_per_s, False
@@ -211,8 +219,22 @@ class Link:
         self._sender.submit(send)
         return done
 
+    def close(self) -> None:
+        """Nothing: a change is in force at once."""
 
-def link_check(link: Link, rank: int, world: int, size_bytes: int = LINK_BYTES, repeats: int = 8) -> float:
+
+def exchange_s(size_bytes: int, repeats: int = 3) -> float:
+    """Seconds in which the ranks all-reduce so many bytes while no link is slow, best of `repeats`. All take part."""
+    gradient, best_s = torch.zeros(size_bytes // 4), float("inf")
+    for _ in range(repeats):
+        dist.barrier()
+        began_s = time.perf_counter()
+        dist.all_reduce(gradient)
+        best_s = min(best_s, time.perf_counter() - began_s)
+    return best_s
+
+
+def link_check(link: AnyLink, rank: int, world: int, size_bytes: int = LINK_BYTES, repeats: int = 8) -> float:
     """Seconds in which this rank's message reaches its neighbour and is acknowledged; each rank in its turn, best
     of `repeats`. The test that tells whose link is slow, which the all-reduce cannot: there everybody waits."""
     message, ack = torch.zeros(size_bytes, dtype=torch.uint8), torch.zeros(1)
@@ -238,7 +260,7 @@ class Injector:
     """Turns the fault on and off, step by step, in one rank."""
 
     def __init__(
-        self, config: Config, rank: int, *, costs: Costs, link: Link, loaders: list[int], load_s: float
+        self, config: Config, rank: int, *, costs: Costs, link: AnyLink, loaders: list[int], load_s: float
     ) -> None:
         self.config, self.rank, self.costs, self.link = config, rank, costs, link
         concerned = any(acts(config, rank, step) for step in range(config.steps))
@@ -254,7 +276,7 @@ class Injector:
         self.costs.extra_s = (
             {phase: config.extra_s} if on and phase in ("forward", "backward", "optimizer") else {}
         )
-        self.link.slow = on and config.fault == "slow_link"
+        self.link.slow = on and config.fault == "slow_link" and config.extra_s > 0
         for noise in self.noises:
             noise.act(on)
 
@@ -272,7 +294,8 @@ class Injector:
             gc.collect()
 
     def close(self) -> None:
-        """End the noise; the link check that follows measures the link alone."""
+        """End the noise and settle the link; the check that follows measures the link alone."""
+        self.link.close()
         for noise in self.noises:
             noise.close()
         self.noises = []
@@ -282,9 +305,10 @@ def start_noise(config: Config, loaders: list[int], load_s: float) -> list[Noise
     """The processes that disturb this rank, resting; load_s: CPU seconds of a batch in the loader."""
     halved = 0.5 if config.relief == "less contention" else 1.0
     if config.fault == "cpu_contention":
-        # With h neighbours on its core the rank's CPU seconds take 1 + h times as long.
+        # With h neighbours on its core the rank's CPU seconds take 1 + h times as long; a thread that sleeps most of
+        # the time is favoured by the scheduler, so it is rather h than h - 1/2 (measured: docs/log.md).
         wanted = config.extra_s / (config.cpu_s + FRAMEWORK_S) * halved
-        return [Noise("burn", own_core()) for _ in range(min(MOST_NEIGHBOURS, max(1, round(wanted))))]
+        return [Noise("burn", own_core()) for _ in range(min(MOST_NEIGHBOURS, max(1, math.ceil(wanted))))]
     if config.fault == "throttling":
         off = config.extra_s * halved / (config.base_s + config.extra_s * halved)
         return [Noise("duty", (1 - off) * DUTY_PERIOD_S, off * DUTY_PERIOD_S, os.getpid())]

@@ -59,10 +59,12 @@ def plot(run: Run, prediction: Prediction | None = None, *, verdict: Diagnosis |
     named = named_ranks(found, steps)
     _draw_lanes(lanes, steps, named, prediction.values.get("step_s") if prediction else None)
     _draw_lines(lines, run, steps, named, rotates=isinstance(found, Diagnosis) and found.cause == "imbalance")
+    link = next((note["link"] for note in run.notes if note.get("link")), "")
     marks = [
         name
         for name, on in (
             ("paced accelerator", run.config.paced),
+            (f"slow link: {link}", link),
             ("recorded, not measured here", run.origin == "recorded"),
         )
         if on

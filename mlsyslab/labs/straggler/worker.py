@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mlsyslab import hostlog, jpegs, telemetry, training, workloads
-from mlsyslab.labs.straggler import inject
+from mlsyslab.labs.straggler import inject, netns
 from mlsyslab.labs.straggler.config import LATE_S, PRESETS, Config, faults_of
 from mlsyslab.labs.straggler.measure import preset
 from mlsyslab.options import from_json
@@ -40,7 +40,8 @@ AfterStep = Callable[[int, list[int], torch.Tensor], Mapping[str, Any]]
 class Trainer:
     """One rank's job: its loader, model, optimizer and link, and the loop over them.
 
-    Order matters in `open`: loader workers fork before any thread of communication or noise exists.
+    Order matters in `open`: a rank enters its network before it starts anything, and loader workers fork before any
+    thread of communication or noise exists.
     first: the step to begin with, where an earlier attempt of the job got so far. tags: stand in each record.
     """
 
@@ -67,6 +68,7 @@ class Trainer:
             torch.cuda.set_device(self.device)
         if config.fault == "late_start" and self.rank == config.slow_rank and not self.first:
             time.sleep(config.magnitude * LATE_S)
+        no_veth = self._enter_network()
         self.dataset, load_s = self._data()
         self.iterator = iter(self._loader())
         loaders = [process.pid for process in getattr(self.iterator, "_workers", [])]
@@ -85,10 +87,8 @@ class Trainer:
         torch.distributed.barrier()
         joined_s = time.perf_counter() - began_s
         self.size = sum(p.numel() * p.element_size() for p in model.parameters())
-        self.link = inject.Link(self.size / max(config.extra_s, 1e-3))
         self.model = DistributedDataParallel(model, bucket_cap_mb=25, broadcast_buffers=False)
-        if config.fault == "slow_link":
-            self.model.register_comm_hook(None, lambda _, bucket: self.link.reduce(bucket))
+        self.link = self._link(veth=not no_veth)
         self.injector = inject.Injector(
             config, self.rank, costs=costs, link=self.link, loaders=loaders, load_s=load_s
         )
@@ -106,10 +106,31 @@ class Trainer:
                 "paced": config.paced,
                 "gradient_bytes": self.size,
                 "join_s": joined_s,
-                "link": "delayed sends" if config.fault == "slow_link" else "",
+                "link": self.link.how if config.fault == "slow_link" else "",
+                "no_veth": no_veth if config.fault == "slow_link" else "",
                 **self.tags,
             }
         )
+
+    def _enter_network(self) -> str:
+        """Where the link is to be slow, let this rank have one of its own. Returns "" or why it has none."""
+        if self.config.fault != "slow_link":
+            return "no link is to be slow"
+        if self.device.type != "cpu":
+            return "the ranks are on GPUs, which have links of their own"
+        return netns.enter(self.context, timeout_s=COLLECTIVE_TIMEOUT_S)
+
+    def _link(self, *, veth: bool) -> inject.AnyLink:
+        """What makes the exchange of the gradient take extra_s longer while it is slow."""
+        extra_s = max(self.config.extra_s, 1e-3)
+        if veth:
+            # A ring all-reduce sends 2 (n - 1) / n of the bytes, which take some time on a fast link too.
+            sent = 2 * (self.world - 1) / self.world * self.size
+            return netns.Link(sent / (inject.exchange_s(self.size) + extra_s))
+        link = inject.Link(self.size / extra_s)
+        if self.config.fault == "slow_link":
+            self.model.register_comm_hook(None, lambda _, bucket: link.reduce(bucket))
+        return link
 
     def _data(self) -> tuple[inject.Samples, float]:
         """The data set (made if absent), and the CPU seconds that a healthy batch takes the loader."""
