@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -68,6 +70,7 @@ def check(root: Path = ROOT, *, full: bool = False) -> list[Check]:
         _data_set(),
         _labs(here, gpus, default_workers(root=root)),
         _straggler(here),
+        _serving(),
     ]
 
 
@@ -226,12 +229,23 @@ def _labs(here: Mapping[str, Any], gpus: Sequence[Mapping[str, Any]], workers: i
 
 
 def _straggler(here: Mapping[str, Any]) -> Check:
-    """Which faults the straggler lab can inject here."""
-    if here["usable_cores"] >= 2 and hasattr(os, "sched_setaffinity"):
-        return Check(name="straggler", value="runs as steptime does; every fault can be injected")
-    return Check(
-        name="straggler", value="runs as steptime does; every fault but cpu_contention, which needs two cores"
+    """Which faults the straggler lab can inject here, and how it makes a link slow."""
+    apart = here["usable_cores"] >= 2 and hasattr(os, "sched_setaffinity")
+    faults = (
+        "every fault can be injected" if apart else "every fault but cpu_contention, which needs two cores"
     )
+    shaped = sys.platform == "linux" and os.geteuid() == 0 and shutil.which("tc") and shutil.which("ip")
+    link = "by traffic control" if shaped else "by delayed sends (by traffic control as root, with iproute2)"
+    return Check(name="straggler", value=f"runs as steptime does; {faults}; a slow link {link}")
+
+
+def _serving() -> Check:
+    """Which engines of the serving lab can run here."""
+    missing = [name for name in ("aiohttp", "prometheus_client") if importlib.util.find_spec(name) is None]
+    engines = ["in process", *([] if missing else ["http"])]
+    engines += ["ray"] if importlib.util.find_spec("ray") else []
+    remedy = "for HTTP: pip install 'mlsyslab[serving]'" if missing else ""
+    return _judged("serving", f"engines: {', '.join(engines)}", bool(missing), remedy)
 
 
 # ---- the probe's rows

@@ -30,45 +30,63 @@ def start(
     config has at least `device` and `steps`. probe=False leaves the machine probe out where it is not cached.
     Raises ConfigError for a GPU that is not there, RunError where `out` cannot be written.
     """
-    usable = hardware.cuda_usable()
-    if config.device == "cuda" and not usable:
-        raise ConfigError("device='cuda' but torch can use no NVIDIA GPU here; choose device='auto' or 'cpu'")
-    # One queue for all GPUs: ranks may take several.
-    device = "cuda" if usable and config.device != "cpu" else "cpu"
-    truth = [fault.to_json() for fault in faults]
-    path = create_run(lab, config, out=out, truth=truth, expected=config.steps * sum(worlds))
-
-    def prepare() -> None:
-        write_json(path / "environment.json", hardware.environment(device, measure=probe))
-
-    launch.warm_up()
+    path, device, prepare = directory(
+        lab, config, expected=config.steps * sum(worlds), faults=faults, out=out, probe=probe
+    )
     payload = dataclasses.asdict(config)
     return Run(
         path, job=launch.start(worker, payload, path, worlds, device=device, what=lab, prepare=prepare)
     )
 
 
+def directory(
+    lab: str, config: Any, *, expected: int, faults: Sequence[Fault], out: str | Path | None, probe: bool
+) -> tuple[Path, str, Callable[[], None]]:
+    """Make the run directory for `expected` records, and wake the warm server: (directory, device, what to do once the
+    device is ours). Raises as `start` does."""
+    usable = hardware.cuda_usable()
+    if config.device == "cuda" and not usable:
+        raise ConfigError("device='cuda' but torch can use no NVIDIA GPU here; choose device='auto' or 'cpu'")
+    # One queue for all GPUs: ranks may take several.
+    device = "cuda" if usable and config.device != "cpu" else "cpu"
+    path = create_run(lab, config, out=out, truth=[fault.to_json() for fault in faults], expected=expected)
+
+    def prepare() -> None:
+        write_json(path / "environment.json", hardware.environment(device, measure=probe))
+
+    launch.warm_up()
+    return path, device, prepare
+
+
 @dataclass(frozen=True, kw_only=True)
 class Mitigation:
-    """An action applied: the gain that was promised, and the gain that came (shares of the step before)."""
+    """An action applied: the gain that was promised, and the gain that came, shares of what `figure` of
+    `Run.summary()` was before."""
 
     action: Action
     before: Run
     after: Run
     promised: Range | None
     came_frac: float
+    figure: str = "step_s"
 
     def __str__(self) -> str:
         hope = f"{self.promised.low:.0%} to {self.promised.high:.0%}" if self.promised else "nothing"
-        return f"{self.action.name}: promised {hope} of the step, came {self.came_frac:.0%}"
+        return f"{self.action.name}: promised {hope} of the {self.figure.removesuffix('_s')}, came {self.came_frac:.0%}"
 
 
 def mitigate(
-    run: Run, action: Action | None, diagnose: Callable[[Run], Diagnosis], measure: Callable[[Any], Run]
+    run: Run,
+    action: Action | None,
+    diagnose: Callable[[Run], Diagnosis],
+    measure: Callable[[Any], Run],
+    *,
+    figure: str = "step_s",
 ) -> Mitigation:
     """Apply `action` (None: the first of the diagnosis that changes something) to the run's configuration and measure again.
 
-    Raises RunError when the verdict offers nothing that this machine can do.
+    figure: of `Run.summary()`, what is to become smaller. Raises RunError when the verdict offers nothing that this
+    machine can do, or when one of the runs has no such figure.
     """
     chosen = action or next((a for a in diagnose(run).actions if a.change), None)
     if chosen is None:
@@ -76,5 +94,16 @@ def mitigate(
             f"the verdict on {run.path} offers no action to apply; read its reason, or name an action"
         )
     after = measure(dataclasses.replace(run.config, **chosen.change))
-    came = 1 - after.summary()["step_s"] / run.summary()["step_s"]
-    return Mitigation(action=chosen, before=run, after=after, promised=chosen.gain_frac, came_frac=came)
+    was, now = run.summary()[figure], after.summary()[figure]
+    if not was or now is None:
+        raise RunError(
+            f"{figure} was not measured before and after; look at both runs: {run.path}, {after.path}"
+        )
+    return Mitigation(
+        action=chosen,
+        before=run,
+        after=after,
+        promised=chosen.gain_frac,
+        came_frac=1 - now / was,
+        figure=figure,
+    )

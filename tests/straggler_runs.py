@@ -35,9 +35,11 @@ def write_run(
     telemetry: Callable[[int], dict[str, Any]] | None = None,
     stage: Callable[[int], int] | None = None,
     config: Config | None = None,
+    device_clock: bool = False,
 ) -> Run:
     """more(rank, step): seconds that are added to phases ("data_s", ...) or to counters (cpu_s, queue_s, gc_s, load_*).
 
+    device_clock: nobody counts CPU seconds and run-queue wait, as where the phases are a GPU's.
     Steps are laid out as a synchronous job would: a rank's sync lasts until the slowest has come, and what a rank
     does after the exchange is waited for in the next step.
     """
@@ -90,7 +92,8 @@ def write_run(
                     **({"stage": float(stage(rank))} if stage else {}),
                 },
             )  # fmt: skip
-            stream.write(record.to_json())
+            row = record.to_json()
+            stream.write({**row, "cpu_s": None, "queue_s": None} if device_clock else row)
         free = np.array([done + laps[r]["optimizer_s"] + laps[r]["other_s"] for r in range(ranks)])
     for rank, stream in enumerate(streams):
         for note in notes(rank):

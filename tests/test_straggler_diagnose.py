@@ -52,6 +52,22 @@ def test_each_cause_is_named_with_its_rank(
     assert came in promised
 
 
+@pytest.mark.parametrize(
+    ("more", "cause", "kind"),
+    [
+        ({"forward_s": 0.030, "backward_s": 0.060}, "host", "throttled"),  # both twice as long
+        ({"forward_s": 0.005, "backward_s": 0.080}, "compute", "backward"),
+        ({"forward_s": 0.080, "backward_s": 0.005}, "compute", "forward"),
+        ({"data_s": EXTRA}, "input", "starved workers"),
+    ],
+)
+def test_on_a_gpu_a_slower_device_is_told_by_phases_that_are_longer_alike(
+    more: dict[str, float], cause: str, kind: str, tmp_path: Path
+) -> None:
+    verdict = diagnose(write_run(tmp_path / "run", slow(1, **more), device_clock=True))
+    assert (verdict.where, verdict.cause, verdict.kind) == ("rank 1", cause, kind)
+
+
 def test_the_worked_example_is_the_input_path_and_not_the_model(tmp_path: Path) -> None:
     """180 ms on most ranks; 420 ms on one, of which 250 ms wait for input."""
     base = {"forward_s": 0.024, "backward_s": 0.048}

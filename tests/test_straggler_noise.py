@@ -12,6 +12,8 @@ from collections.abc import Callable
 import psutil
 import pytest
 
+from mlsyslab import hardware
+from mlsyslab.contract import RunError
 from mlsyslab.labs.straggler.noise import NAME, Noise
 
 pytestmark = [
@@ -59,6 +61,31 @@ def test_a_burner_stands_outside_the_tree_and_burns_only_when_told(no_orphans: N
     noise.act(True)
     noise.close()
     assert burner not in neighbours()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+def test_a_rival_computes_on_the_device_once_it_is_ready_and_only_when_told(
+    device: str, no_orphans: None
+) -> None:
+    if device != "cpu" and not hardware.cuda_usable():
+        pytest.skip("no CUDA device here")
+    before = set(neighbours())
+    noise = Noise("compete", device, 0.015, 0.005)
+    (rival,) = set(neighbours()) - before
+    rested = rival.cpu_times().user
+    time.sleep(0.3)
+    assert rival.cpu_times().user - rested < 0.1
+    noise.act(True)
+    assert until(lambda: rival.cpu_times().user > rested + 0.3)
+    noise.close()
+    assert rival not in neighbours()
+
+
+def test_a_rival_that_cannot_use_its_device_is_one_error(no_orphans: None) -> None:
+    before = set(neighbours())
+    with pytest.raises(RunError, match="could not use the device"):
+        Noise("compete", "cuda:99", 0.015, 0.005)
+    assert set(neighbours()) == before
 
 
 def test_a_duty_cycle_stops_and_continues_and_lets_go_at_the_end(victim: psutil.Process) -> None:

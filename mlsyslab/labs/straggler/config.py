@@ -31,7 +31,7 @@ MECHANISMS: Mapping[str, tuple[str, str]] = {
     "slow_storage": ("input", "its reads wait for a token bucket"),
     "starved_workers": ("input", "its loader workers are stopped and continued (SIGSTOP, SIGCONT) in a duty cycle"),
     "cpu_contention": ("host", "noisy neighbours: processes that burn CPU on the rank's own core"),
-    "throttling": ("host", "the rank is stopped and continued (SIGSTOP, SIGCONT) in a duty cycle, as a hot CPU is"),
+    "throttling": ("host", "the rank is stopped and continued (SIGSTOP, SIGCONT) in a duty cycle, as a hot CPU is; on a GPU another process' kernels take turns with its own"),
     "slow_forward": ("compute", "extra real work in its forward"),
     "slow_backward": ("compute", "extra real work in its backward"),
     "slow_optimizer": ("compute", "extra real work in its optimizer step"),

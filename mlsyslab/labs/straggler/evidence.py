@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class Facts:
     """What the rules look at. Seconds are a slow step's; `*_excess_s` is the named ranks' over the others' median.
 
-    phases_s: excess by phase. cpu, queue and gc: of the training thread; None where nobody counts. load: the named
+    phases_s: excess by phase; ratios: how many times the others' seconds, forward and backward. cpu, queue and gc: of the training thread; None where nobody counts. load: the named
     ranks' loader beside the others', (cpu, read, wall) ratios. link_s: seconds of each rank's link check. join_s:
     seconds that each rank waited for the others at the start. hosts: telemetry means by rank. overloaded: ranks
     that waited for a core in most steps; others_frac: the share of the cores that others used.
@@ -42,6 +42,7 @@ class Facts:
     step_s: float
     transfer_s: float
     phases_s: Mapping[str, float]
+    ratios: Mapping[str, float]
     cpu_excess_s: float | None
     queue_excess_s: float | None
     gc_excess_s: float | None
@@ -124,6 +125,7 @@ def facts_of(run: Run) -> Facts:
         else float(frame["step_s"].mean()),
         transfer_s=float(found.wait.min(1).mean()) if len(found.wait) else 0.0,
         phases_s={name: excess(values) for name, values in found.phases.items()} if columns else {},
+        ratios=_ratios(found, columns, slow) if columns else {},
         cpu_excess_s=_after(found, "cpu_s", excess) if columns else None,
         queue_excess_s=_after(found, "queue_s", excess) if columns else None,
         gc_excess_s=_after(found, "gc_s", excess) if columns else None,
@@ -176,6 +178,15 @@ def _load(found: Rounds, columns: list[int], slow: Any) -> tuple[float, float, f
         others = np.median(np.delete(values, columns, 1))
         ratios.append(float(np.median(values[:, columns]) / max(others, 1e-6)))
     return ratios[0], ratios[1], ratios[2]
+
+
+def _ratios(found: Rounds, columns: list[int], slow: Any) -> dict[str, float]:
+    """The named ranks' forward and backward over the others' median, means of the slow steps."""
+    of = {name: found.phases[name][slow] for name in ("forward_s", "backward_s")}
+    return {
+        name: float(v[:, columns].mean() / max(np.median(np.delete(v, columns, 1), 1).mean(), 1e-9))
+        for name, v in of.items()
+    }
 
 
 def _rest(found: Rounds, columns: list[int], slow: Any) -> float:

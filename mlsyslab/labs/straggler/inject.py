@@ -260,11 +260,20 @@ class Injector:
     """Turns the fault on and off, step by step, in one rank."""
 
     def __init__(
-        self, config: Config, rank: int, *, costs: Costs, link: AnyLink, loaders: list[int], load_s: float
+        self,
+        config: Config,
+        rank: int,
+        *,
+        costs: Costs,
+        link: AnyLink,
+        loaders: list[int],
+        load_s: float,
+        gpu: str = "",
     ) -> None:
+        """gpu: the device of the rank where that is a GPU, such as "cuda:0"."""
         self.config, self.rank, self.costs, self.link = config, rank, costs, link
         concerned = any(acts(config, rank, step) for step in range(config.steps))
-        self.noises = start_noise(config, loaders, load_s) if concerned else []
+        self.noises = start_noise(config, loaders, load_s, gpu) if concerned else []
         self._garbage: list[Any] = []
         if concerned and config.fault == "periodic_pause":
             self._garbage = [[{}] for _ in range(100_000)]
@@ -301,7 +310,7 @@ class Injector:
         self.noises = []
 
 
-def start_noise(config: Config, loaders: list[int], load_s: float) -> list[Noise]:
+def start_noise(config: Config, loaders: list[int], load_s: float, gpu: str = "") -> list[Noise]:
     """The processes that disturb this rank, resting; load_s: CPU seconds of a batch in the loader."""
     halved = 0.5 if config.relief == "less contention" else 1.0
     if config.fault == "cpu_contention":
@@ -309,6 +318,12 @@ def start_noise(config: Config, loaders: list[int], load_s: float) -> list[Noise
         # the time is favoured by the scheduler, so it is rather h than h - 1/2 (measured: docs/log.md).
         wanted = config.extra_s / (config.cpu_s + FRAMEWORK_S) * halved
         return [Noise("burn", own_core()) for _ in range(min(MOST_NEIGHBOURS, max(1, math.ceil(wanted))))]
+    if config.fault == "throttling" and gpu:
+        # Kernels of two processes take turns, so a rival that always computes makes the rank's take twice as long.
+        wanted = config.magnitude * halved
+        rivals = min(MOST_NEIGHBOURS, max(1, math.ceil(wanted)))
+        on_s = min(1.0, wanted / rivals) * DUTY_PERIOD_S
+        return [Noise("compete", gpu, on_s, DUTY_PERIOD_S - on_s) for _ in range(rivals)]
     if config.fault == "throttling":
         off = config.extra_s * halved / (config.base_s + config.extra_s * halved)
         return [Noise("duty", (1 - off) * DUTY_PERIOD_S, off * DUTY_PERIOD_S, os.getpid())]
@@ -324,8 +339,7 @@ def own_core() -> int:
 
 
 def stay_apart(config: Config, rank: int) -> set[int]:
-    """Under contention the concerned rank's thread keeps to one core and everybody else to the others. Returns the
-    cores that the process had before, for `os.sched_setaffinity` at the end."""
+    """Under contention the concerned rank's thread keeps to one core, all others to the rest. Returns the cores before."""
     if not hasattr(os, "sched_getaffinity"):
         return set()
     cores = os.sched_getaffinity(0)

@@ -1,7 +1,8 @@
-"""A noisy neighbour, or a throttle: a process of its own that burns a core, or stops and continues others.
+"""A noisy neighbour, or a throttle: a process of its own that burns a core, computes on a GPU, or stops others.
 
     python -m mlsyslab.labs.straggler.noise burn CPU
     python -m mlsyslab.labs.straggler.noise duty ON_S OFF_S PID...
+    python -m mlsyslab.labs.straggler.noise compete DEVICE ON_S OFF_S
 
 It leaves its parent's process tree, as a neighbour on a shared host would stand outside of it, obeys "1" (act) and "0" (rest)
 on stdin, and ends when stdin does, which is when the rank that started it is gone. Started by `inject`.
@@ -25,6 +26,8 @@ NAME = "noisy-neighbour"
 PR_SET_NAME = 15
 GONE_WITHIN_S = 10.0  # beyond it the core is so crowded that it ends later, by itself
 BURST_S = 0.02  # between two looks at stdin while burning
+READY_WITHIN_S = 120.0  # a process that imports torch and wakes a device
+MATRIX = 2048  # rows of what competes on a device: a kernel well below a millisecond on today's GPUs
 
 
 class Noise:
@@ -41,6 +44,17 @@ class Noise:
                 f"cannot start {' '.join(command)}: {error.strerror}; end other processes"
             ) from error
         self._acting = False
+        if words[0] == "compete":
+            self._wait_until_ready()
+
+    def _wait_until_ready(self) -> None:
+        assert self._process.stdout is not None
+        come, _, _ = select.select([self._process.stdout], [], [], READY_WITHIN_S)
+        if not come or not self._process.stdout.read(1):
+            self.close()
+            raise RunError(
+                "the competing process could not use the device; look at its memory, or choose another fault"
+            )
 
     def act(self, on: bool) -> None:
         """Begin or rest; says it only when it changes."""
@@ -118,6 +132,31 @@ def duty(on_s: float, off_s: float, pids: Sequence[int]) -> None:
     obey(work)
 
 
+def compete(device: str, on_s: float, off_s: float) -> None:
+    """Multiply matrices on `device` for `on_s` and rest for `off_s`, in turn, while told to: a stream that takes its
+    share of the kernels' time, as another job on the same GPU would."""
+    import torch
+
+    torch.set_num_threads(1)
+    mine = torch.ones(MATRIX, MATRIX, device=device)
+    result = torch.empty_like(mine)
+
+    def multiply() -> None:
+        torch.mm(mine, mine, out=result)
+        if mine.is_cuda:
+            torch.cuda.synchronize(device)  # so that no queue of kernels outlives the word to rest
+
+    def work() -> None:
+        until = time.perf_counter() + on_s
+        while time.perf_counter() < until:
+            multiply()
+        time.sleep(off_s)
+
+    multiply()
+    os.write(sys.stdout.fileno(), b"!")
+    obey(work)
+
+
 def main(words: Sequence[str]) -> None:
     """Leave the parent's tree, then do as told."""
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -128,6 +167,8 @@ def main(words: Sequence[str]) -> None:
         ctypes.CDLL(None).prctl(PR_SET_NAME, NAME.encode(), 0, 0, 0)
     if words[0] == "burn":
         burn(int(words[1]))
+    elif words[0] == "compete":
+        compete(words[1], float(words[2]), float(words[3]))
     else:
         duty(float(words[1]), float(words[2]), [int(pid) for pid in words[3:]])
 

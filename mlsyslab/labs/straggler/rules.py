@@ -11,6 +11,7 @@ from mlsyslab.labs.straggler.checks import JOIN_S, LINK_FACTOR, SEEN_FRAC
 from mlsyslab.labs.straggler.evidence import Facts
 
 CLEAR_FRAC = 0.80  # of the excess that one cause must hold
+SLOWER, ALIKE = 1.1, 1.25  # a slower device: both phases so many times the others', and so alike at most
 LINK_S = 0.005  # the least by which a slow link takes longer than the others
 
 OWNER = {
@@ -73,7 +74,7 @@ def _contention(facts: Facts) -> Finding | None:
 
 def _throttled(facts: Facts) -> Finding | None:
     if facts.cpu_excess_s is None or facts.queue_excess_s is None:
-        return None  # on a device's clock nobody counts these
+        return _slow_device(facts)  # on a device's clock nobody counts these
     known = facts.cpu_excess_s + facts.queue_excess_s + facts.phases_s.get("data_s", 0.0)
     share = facts.frac(facts.excess_s - max(0.0, known))
     host = facts.hosts.get(facts.named[0], {})
@@ -91,6 +92,27 @@ def _throttled(facts: Facts) -> Finding | None:
         ),
         confused_with="blocking calls in the training thread: a slow disk, a lock, a network file system",
         next_check="read the clocks and throttle counters of that host; sample the process state (T is stopped, D waits for a device)",
+    )  # fmt: skip
+
+
+def _slow_device(facts: Facts) -> Finding | None:
+    """Forward and backward are longer by the same factor: not what code or data do, but what a slower device does."""
+    factors = sorted(facts.ratios.values())
+    if len(factors) < 2 or factors[0] < SLOWER or factors[1] > ALIKE * factors[0]:
+        return None
+    host = facts.hosts.get(facts.named[0], {})
+    share = facts.frac(sum(facts.phases_s.get(name, 0.0) for name in COMPUTE))
+    return Finding(
+        rule="throttling",
+        cause="host",
+        says=f"its forward and backward both take {factors[0]:.1f} to {factors[1]:.1f} times the others': the device itself is slower, or another process computes on it",
+        weight_frac=min(share, 1.0),
+        evidence=(
+            *(Evidence(name=f"{n.removesuffix('_s')}, times the others'", value=v) for n, v in facts.ratios.items()),
+            Evidence(name="device clock", value=host.get("gpu_sm_clock_hz"), unit="Hz", points_at="throttling, where lower than the others'"),
+        ),
+        confused_with="a rank with larger batches, whose forward and backward grow alike too",
+        next_check="compare the clocks, throttle reasons and processes of that device with a healthy one's (nvidia-smi -q -d CLOCK,PERFORMANCE,PIDS)",
     )  # fmt: skip
 
 

@@ -90,7 +90,13 @@ class Trainer:
         self.model = DistributedDataParallel(model, bucket_cap_mb=25, broadcast_buffers=False)
         self.link = self._link(veth=not no_veth)
         self.injector = inject.Injector(
-            config, self.rank, costs=costs, link=self.link, loaders=loaders, load_s=load_s
+            config,
+            self.rank,
+            costs=costs,
+            link=self.link,
+            loaders=loaders,
+            load_s=load_s,
+            gpu=str(self.device) if self.device.type == "cuda" else "",
         )
         self.log, self.began_s = hostlog.read(), time.monotonic()
         self.notes.write(
