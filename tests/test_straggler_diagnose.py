@@ -28,6 +28,7 @@ EXTRA = 0.08
         ({"data_s": EXTRA, "load_cpu_s": 0.15, "load_wall_s": 0.15}, "input", "heavier samples"),
         ({"data_s": EXTRA, "load_read_s": 0.15, "load_wall_s": 0.15}, "input", "storage"),
         ({"data_s": EXTRA, "load_wall_s": 0.15}, "input", "starved workers"),
+        ({"data_s": EXTRA, "load_wall_s": 0.15, "load_read_s": 0.02}, "input", "starved workers"),  # stopped while it reads
         ({"forward_s": EXTRA, "cpu_s": EXTRA}, "compute", "forward"),
         ({"backward_s": EXTRA, "cpu_s": EXTRA}, "compute", "backward"),
         ({"optimizer_s": EXTRA, "cpu_s": EXTRA}, "compute", "optimizer"),

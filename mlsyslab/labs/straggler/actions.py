@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mlsyslab.contract import Action, Finding, Range
-from mlsyslab.labs.straggler.evidence import Facts
+from mlsyslab.labs.straggler.evidence import Facts, Loader
 
 BELOW, ABOVE = 0.20, 0.15  # of a promised gain; the next bottleneck is near more often than not
 HEAVY = 1.5  # a loader figure that is so many times the others' is what is wrong with it
@@ -12,12 +12,12 @@ HEAVY = 1.5  # a loader figure that is so many times the others' is what is wron
 def kind_of(chosen: Finding, facts: Facts) -> str:
     """What kind of the cause it is."""
     if chosen.rule == "data loader":
-        cpu, read, _ = facts.load or (1.0, 1.0, 1.0)
+        load = facts.load or Loader()
         if facts.phases_s.get("h2d_s", 0.0) > facts.phases_s.get("data_s", 0.0):
             return "transfer"
-        if read > max(HEAVY, cpu):
+        if load.read > max(HEAVY, load.cpu) and load.read_frac > 0.5:
             return "storage"
-        return "heavier samples" if cpu > HEAVY else "starved workers"
+        return "heavier samples" if load.cpu > HEAVY else "starved workers"
     if chosen.rule == "the rank's own work":
         top = max(("forward_s", "backward_s", "optimizer_s"), key=lambda name: facts.phases_s.get(name, 0.0))
         return top.removesuffix("_s")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -23,14 +23,24 @@ if TYPE_CHECKING:
     from mlsyslab.runs import Run
 
 
+class Loader(NamedTuple):
+    """A slow rank's loader beside the others': how many times their CPU, reading and wall seconds a batch takes, and
+    the share of the additional wall seconds that is reading. A stopped worker stretches its short reads as well."""
+
+    cpu: float = 1.0
+    read: float = 1.0
+    wall: float = 1.0
+    read_frac: float = 0.0
+
+
 @dataclass(frozen=True, kw_only=True)
 class Facts:
     """What the rules look at. Seconds are a slow step's; `*_excess_s` is the named ranks' over the others' median.
 
-    phases_s: excess by phase; ratios: how many times the others' seconds, forward and backward. cpu, queue and gc: of the training thread; None where nobody counts. load: the named
-    ranks' loader beside the others', (cpu, read, wall) ratios. link_s: seconds of each rank's link check. join_s:
-    seconds that each rank waited for the others at the start. hosts: telemetry means by rank. overloaded: ranks
-    that waited for a core in most steps; others_frac: the share of the cores that others used.
+    phases_s: excess by phase; ratios: how many times the others' seconds, forward and backward. cpu, queue and gc: of
+    the training thread; None where nobody counts. load: the named ranks' loader beside the others'. link_s: seconds of
+    each rank's link check. join_s: seconds that each rank waited for the others at the start. hosts: telemetry means
+    by rank. overloaded: ranks that waited for a core in most steps; others_frac: the share of the cores that others used.
     """
 
     blame: Blame
@@ -46,7 +56,7 @@ class Facts:
     cpu_excess_s: float | None
     queue_excess_s: float | None
     gc_excess_s: float | None
-    load: tuple[float, float, float] | None
+    load: Loader | None
     rest_s: float
     length_corr: float | None
     link_s: Mapping[int, float]
@@ -167,17 +177,17 @@ def _after(found: Rounds, name: str, excess: Any) -> float | None:
     return max(excess(values[1:]), excess(values[:-1]))
 
 
-def _load(found: Rounds, columns: list[int], slow: Any) -> tuple[float, float, float] | None:
-    """How many times the others' median the named ranks' loader needs a batch: CPU, reading, wall seconds."""
+def _load(found: Rounds, columns: list[int], slow: Any) -> Loader | None:
+    """The named ranks' loader beside the others'; None where nobody counts."""
     names = ("load_cpu_s", "load_read_s", "load_wall_s")
     if any(name not in found.frame or found.frame[name].isna().any() for name in names):
         return None
-    ratios = []
-    for name in names:
-        values = found.column(name)[slow]
-        others = np.median(np.delete(values, columns, 1))
-        ratios.append(float(np.median(values[:, columns]) / max(others, 1e-6)))
-    return ratios[0], ratios[1], ratios[2]
+    values = [found.column(name)[slow] for name in names]
+    mine = [float(np.median(of[:, columns])) for of in values]
+    others = [float(np.median(np.delete(of, columns, 1))) for of in values]
+    cpu, read, wall = (of / max(usual, 1e-6) for of, usual in zip(mine, others, strict=True))
+    read_frac = (mine[1] - others[1]) / max(mine[2] - others[2], 1e-6)
+    return Loader(cpu=cpu, read=read, wall=wall, read_frac=read_frac)
 
 
 def _ratios(found: Rounds, columns: list[int], slow: Any) -> dict[str, float]:

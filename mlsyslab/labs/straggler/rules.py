@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from mlsyslab.contract import Evidence, Finding, Rule
 from mlsyslab.labs.straggler.checks import JOIN_S, LINK_FACTOR, SEEN_FRAC
-from mlsyslab.labs.straggler.evidence import Facts
+from mlsyslab.labs.straggler.evidence import Facts, Loader
 
 CLEAR_FRAC = 0.80  # of the excess that one cause must hold
 SLOWER, ALIKE = 1.1, 1.25  # a slower device: both phases so many times the others', and so alike at most
@@ -33,7 +33,7 @@ def _input(facts: Facts) -> Finding | None:
     share = facts.frac(facts.phases_s.get("data_s", 0.0) + facts.phases_s.get("h2d_s", 0.0))
     if share < SEEN_FRAC:
         return None
-    cpu, read, wall = facts.load or (1.0, 1.0, 1.0)
+    load = facts.load or Loader()
     return Finding(
         rule="data loader",
         cause="input",
@@ -41,9 +41,9 @@ def _input(facts: Facts) -> Finding | None:
         weight_frac=share,
         evidence=(
             Evidence(name="excess of data wait", value=facts.phases_s["data_s"], unit="s", points_at="input"),
-            Evidence(name="its loader's CPU time, times the others'", value=cpu, points_at="heavier samples, where far above 1"),
-            Evidence(name="its loader's reading, times the others'", value=read, points_at="storage, where far above 1"),
-            Evidence(name="its loader's wall time, times the others'", value=wall, points_at="starved workers, where only this is far above 1"),
+            Evidence(name="its loader's CPU time, times the others'", value=load.cpu, points_at="heavier samples, where far above 1"),
+            Evidence(name="its loader's reading, times the others'", value=load.read, points_at="storage, where far above 1"),
+            Evidence(name="its loader's wall time, times the others'", value=load.wall, points_at="starved workers, where only this is far above 1"),
         ),
         confused_with="a noisy neighbour that keeps the loader's workers from their cores",
         next_check="feed that rank one cached batch again and again: if it is as fast as the others, it is its input",
