@@ -244,8 +244,8 @@ def _serving() -> Check:
     missing = [name for name in ("aiohttp", "prometheus_client") if importlib.util.find_spec(name) is None]
     engines = ["in process", *([] if missing else ["http"])]
     engines += ["ray"] if importlib.util.find_spec("ray") else []
-    remedy = "for HTTP: pip install 'mlsyslab[serving]'" if missing else ""
-    return _judged("serving", f"engines: {', '.join(engines)}", bool(missing), remedy)
+    hint = " (for HTTP: pip install 'mlsyslab[serving]')" if missing else ""
+    return Check(name="serving", value=f"engines: {', '.join(engines)}{hint}")
 
 
 # ---- the probe's rows
