@@ -24,7 +24,7 @@ from mlsyslab.contract import ConfigError, Diagnosis, LabError, Prediction, form
 from mlsyslab.options import add_arguments, config_from_arguments
 from mlsyslab.runs import Run, open_run
 
-LABS = ("steptime", "straggler")
+LABS = ("steptime", "straggler", "serving")
 POLL_S = 0.25
 
 
@@ -207,7 +207,7 @@ def report(run: Run, prediction: Prediction | None, verdict: Diagnosis) -> str:
     lines += ["Checked", *[f"             - {item}" for item in verdict.evidence if item.value is not None]]
     for action in verdict.actions:
         promise = (
-            f"; promises {action.gain_frac.low:.0%} to {action.gain_frac.high:.0%} of the step"
+            f"; promises {action.gain_frac.low:.0%} to {action.gain_frac.high:.0%} of {action.of}"
             if action.gain_frac
             else ""
         )

@@ -107,13 +107,16 @@ class Finding:
 @dataclass(frozen=True, kw_only=True)
 class Action:
     """Something to do about it: `change` is what `dataclasses.replace(config, **change)` takes, empty where
-    only a person can act. `step_s` is the step predicted after it."""
+    only a person can act. `step_s` is the step predicted after it, or what the lab has in its place, named by `figure`
+    (a key of Run.summary()). `gain_frac` is the share that it saves `of` something."""
 
     name: str
     says: str
     change: Mapping[str, Any] = field(default_factory=dict)
     step_s: Range | None = None
     gain_frac: Range | None = None
+    figure: str = "step_s"
+    of: str = "the step"
 
 
 @dataclass(frozen=True, kw_only=True)

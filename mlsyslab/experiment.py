@@ -60,19 +60,17 @@ def directory(
 
 @dataclass(frozen=True, kw_only=True)
 class Mitigation:
-    """An action applied: the gain that was promised, and the gain that came, shares of what `figure` of
-    `Run.summary()` was before."""
+    """An action applied: the gain that was promised, and the gain that came, shares of `action.of`."""
 
     action: Action
     before: Run
     after: Run
     promised: Range | None
     came_frac: float
-    figure: str = "step_s"
 
     def __str__(self) -> str:
         hope = f"{self.promised.low:.0%} to {self.promised.high:.0%}" if self.promised else "nothing"
-        return f"{self.action.name}: promised {hope} of the {self.figure.removesuffix('_s')}, came {self.came_frac:.0%}"
+        return f"{self.action.name}: promised {hope} of {self.action.of}, came {self.came_frac:.0%}"
 
 
 def mitigate(
@@ -100,10 +98,5 @@ def mitigate(
             f"{figure} was not measured before and after; look at both runs: {run.path}, {after.path}"
         )
     return Mitigation(
-        action=chosen,
-        before=run,
-        after=after,
-        promised=chosen.gain_frac,
-        came_frac=1 - now / was,
-        figure=figure,
+        action=chosen, before=run, after=after, promised=chosen.gain_frac, came_frac=1 - now / was
     )

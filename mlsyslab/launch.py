@@ -211,9 +211,11 @@ class RankJob:
         self._cancel = threading.Event()
         self._ranks: Ranks | None = None
         self._guard = threading.Lock()
+        self._ended = (
+            threading.Event()
+        )  # Thread.join forgets its thread when Ctrl-C interrupts it (Python 3.11)
         self._status("queued", "waiting for the device")
-        self._thread = threading.Thread(target=self._drive, name="mlsyslab-run", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._drive, name="mlsyslab-run", daemon=True).start()
 
     def _status(self, state: str, message: str, **more: Any) -> None:
         who = {"pid": os.getpid(), "host": socket.gethostname(), "time_s": time.time()}
@@ -232,10 +234,12 @@ class RankJob:
             ended = ("failed", "the run failed", f"{type(error).__name__}: {error}")
         finally:
             self.lock.release()
-        with contextlib.suppress(
-            LabError
-        ):  # a full disk keeps the file from being written, not the status itself
+        try:
             self._status(ended[0], ended[1], error=ended[2])
+        except LabError:
+            pass  # a full disk keeps the file from being written, not the status itself
+        finally:
+            self._ended.set()
 
     def _run(self) -> tuple[str, str, str]:
         stopped = ("stopped", "stopped by request; what was recorded stays readable", "")
@@ -244,15 +248,21 @@ class RankJob:
         if self._prepare:
             self._status("preparing", "measuring this machine")
             self._prepare()
+        if not self._work():
+            return stopped
+        return ("done", "finished", "")
+
+    def _work(self) -> bool:
+        """The experiment itself, once the device is ours: True when it is done, False when it was stopped."""
         for world in self.worlds:
             self._status("running", f"{world} rank{'s' if world > 1 else ''}", world=world)
             with self._guard:
                 if self._cancel.is_set():
-                    return stopped
+                    return False
                 self._ranks = Ranks(self.worker, self.payload, self.out, world)
             if not self._ranks.wait():
-                return stopped
-        return ("done", "finished", "")
+                return False
+        return True
 
     def stop(self) -> None:
         """Ask for the end; `wait` tells when it has come."""
@@ -263,19 +273,19 @@ class RankJob:
 
     @property
     def finished(self) -> bool:
-        return not self._thread.is_alive()
+        return self._ended.is_set()
 
     def wait(self, timeout_s: float | None) -> None:
         """Raises RunError when the time is over; the run is then stopped. Ctrl-C stops it too."""
         try:
-            self._thread.join(timeout_s)
+            self._ended.wait(timeout_s)
         except KeyboardInterrupt:
             self.stop()
-            self._thread.join(5)
+            self._ended.wait(5)
             raise
-        if self._thread.is_alive():
+        if not self.finished:
             self.stop()
-            self._thread.join(5)
+            self._ended.wait(5)
             raise RunError(
                 f"the run did not finish within {timeout_s:g} s and was stopped; raise timeout_s or lower steps"
             )

@@ -15,7 +15,7 @@ _KEY = "mlsyslab.option"
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """One field. kind is "int", "float", "bool", "choice" or "ints" (a comma-separated tuple of whole numbers)."""
+    """One field. kind is "int", "float", "bool", "choice", "text" or "ints" (a comma-separated tuple of whole numbers)."""
 
     name: str
     kind: str
@@ -55,7 +55,10 @@ class Option:
     def check(self, value: Any) -> None:
         """Raise ConfigError unless `value` has the right type and lies in the field's range."""
         unit = f" {self.unit}" if self.unit else ""
-        if self.kind == "choice":
+        if self.kind == "text":
+            if not isinstance(value, str):
+                raise ConfigError(f"{self.name}={value!r} is no text; {self.says}")
+        elif self.kind == "choice":
             if value not in self.choices:
                 raise ConfigError(
                     f"{self.name}={value!r} is not one of {', '.join(self.choices)}; choose one of them"
@@ -95,7 +98,7 @@ def option(
     advanced: bool = False,
 ) -> Any:
     """A dataclass field with its unit, range and sentence. The kind follows from the default's type."""
-    kinds = {bool: "bool", int: "int", float: "float", tuple: "ints", str: "choice"}
+    kinds = {bool: "bool", int: "int", float: "float", tuple: "ints", str: "choice" if choices else "text"}
     described = {
         "kind": kinds[type(default)],
         "says": says,

@@ -7,6 +7,8 @@
     rank-<r>.jsonl     one line a step, written as the step ends
     telemetry-<r>.jsonl  host and device samples
     rank-<r>.log       what the rank printed
+    requests.jsonl     of a service under load: one line a request, written when its outcome is known
+    events.jsonl       of a service: when replicas were asked for, ready, retired, lost
 
 JSON and JSON Lines only: reading a directory from a stranger executes nothing.
 """

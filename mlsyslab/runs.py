@@ -36,7 +36,7 @@ class Job(Protocol):
 class Run:
     """An experiment: its configuration, its records, and, while it goes on, its handle.
 
-    `records` is a DataFrame with a row for each (rank, step), `telemetry` one with a row for each sample.
+    `records` is a DataFrame with a row for each (rank, step), or each request; `telemetry` one with a row for each sample.
     `origin` is "measured" for a run of this process and "recorded" for one read from disk.
     """
 
@@ -98,7 +98,7 @@ class Run:
 
     # ---- reading
     def poll(self) -> list[dict[str, Any]]:
-        """The step records that came since the last call of `poll`, oldest first; never waits. What other
+        """The step or request records that came since the last call of `poll`, oldest first; never waits. What other
         properties have read meanwhile is among them."""
         self._read()
         with self._reading:
@@ -112,6 +112,10 @@ class Run:
             for path in sorted(self.path.glob("rank-*.jsonl")):
                 for row in self._tail(path):
                     (fresh if row.get("kind") == "step" else self.notes).append(row)
+            for path in sorted(self.path.glob("requests.jsonl")):
+                fresh.extend(self._tail(path))
+            for path in sorted(self.path.glob("events.jsonl")):
+                self.notes.extend(self._tail(path))
             for path in sorted(self.path.glob("telemetry-*.jsonl")):
                 self._telemetry.extend(self._tail(path))
             fresh.sort(key=lambda row: (row.get("world", 0), row.get("step", 0), row.get("rank", 0)))
@@ -122,7 +126,7 @@ class Run:
 
     @property
     def records(self) -> pd.DataFrame:
-        """A row for each rank and step; seconds, bytes. Empty while nothing has been recorded."""
+        """A row for each rank and step, or for each request in the order of their outcomes; seconds, bytes. Empty while nothing has been recorded."""
         import pandas as pd
 
         self._read()
@@ -148,7 +152,7 @@ class Run:
 
     @property
     def progress(self) -> float:
-        """Share of the expected steps that the slowest rank has recorded, 0..1."""
+        """Share of the expected records that has come, 0..1."""
         self._read()
         if self.status["state"] == "done":
             return 1.0

@@ -28,10 +28,13 @@ EXPECTED = (
     "notebooks/00_start_here",
     "notebooks/01_step_time",
     "notebooks/02_straggler",
+    "notebooks/04_serving",
     "exercises/01_step_time",
     "exercises/02_straggler",
+    "exercises/04_serving",
     "solutions/01_step_time",
     "solutions/02_straggler",
+    "solutions/04_serving",
 )
 TARGETS = build.targets()
 EXERCISES = [t for t in TARGETS if t.notebook.parent.name == "exercises"]

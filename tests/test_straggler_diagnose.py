@@ -214,6 +214,24 @@ def test_a_late_start_is_said_and_costs_nothing_later(
     assert (verdict.cause, verdict.where) == ("startup" if where else "healthy", where)
 
 
+@pytest.mark.parametrize(
+    ("noise", "others", "cause"), [(0.8, 0.8, "unknown"), (0.8, 0.02, "healthy"), (0.03, 0.8, "healthy")]
+)
+def test_own_work_that_scatters_beside_busy_others_is_not_called_healthy(
+    noise: float, others: float, cause: str, tmp_path: Path
+) -> None:
+    run = write_run(
+        tmp_path / "run",
+        noise=noise,
+        steps=14,
+        ranks=2,
+        telemetry=lambda rank: {"other_cpu_frac": 8 * others},
+    )
+    verdict = diagnose(run)
+    assert (verdict.cause, verdict.where) == (cause, None)
+    assert cause == "healthy" or "overloaded" in verdict.reason
+
+
 def test_where_ranks_wait_for_cores_a_start_must_be_later_to_be_late(tmp_path: Path) -> None:
     run = write_run(
         tmp_path / "run",

@@ -110,7 +110,7 @@ def compare(prediction: Prediction, run: Run, yours: Mapping[str, float] | None 
     """Predicted, your own, and measured (or recorded), for everything that was predicted and measured."""
     measured, mine = run.summary(), yours or {}
     rows = [
-        Row(quantity=_quantity(key), predicted=value, yours=mine.get(key), measured=measured[key])
+        Row(quantity=_quantity(key, run.lab), predicted=value, yours=mine.get(key), measured=measured[key])
         for key, value in prediction.values.items()
         if key in measured
     ]
@@ -118,10 +118,11 @@ def compare(prediction: Prediction, run: Run, yours: Mapping[str, float] | None 
     return Table(columns, [row.cells() for row in rows], _note(run))
 
 
-def _quantity(key: str) -> Quantity:
+def _quantity(key: str, lab: str) -> Quantity:
     """As in the panel, and a share says that it is one: `data_s` and `data_frac` would else share a label."""
     named = Quantity.named(key)
-    return replace(named, label=f"{named.label}, share of the step") if key.endswith("_frac") else named
+    share = "share" if lab == "serving" else "share of the step"  # of requests, of time, of the saturation
+    return replace(named, label=f"{named.label}, {share}") if key.endswith("_frac") else named
 
 
 def _note(run: Run) -> str:

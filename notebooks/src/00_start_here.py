@@ -82,9 +82,9 @@ print(f"8 photographs, 2 workers: at least {batch_s / 2 * 1e3:.0f} ms")
 # pipeline and sharded parallelism trade simplicity against communication against memory. The worked example will be a
 # model that almost fits one device, where sharding comes first.
 #
-# **4. Serving (not built yet).** *Traffic comes in bursts and the 95th percentile has a target: design the service.*
-# Batching, warm replicas, autoscaling, admission. The worked example will be a batcher that waits at most 5 ms for at
-# most 8 requests.
+# **4. Serving.** *Traffic comes in bursts and the 95th percentile has a target: design the service.*
+# Batching, warm replicas, autoscaling, admission. The worked example is a batcher that waits at most 5 ms for at
+# most 8 requests, at 60 % of what one replica can do.
 #
 # **5. Scale-up (not built yet).** *Convergence gets worse with more workers: why?* Either the optimisation problem has
 # changed or the distributed system has. The worked example will be 8 workers with 256 samples each: a global batch
@@ -93,10 +93,11 @@ print(f"8 photographs, 2 workers: at least {batch_s / 2 * 1e3:.0f} ms")
 # The next cell lists what this version really has, so that this text cannot promise more than the library holds.
 
 # %%
-from mlsyslab import steptime, straggler
+from mlsyslab import serving, steptime, straggler
 
 print("built: steptime, with the presets", ", ".join(steptime.PRESETS))
 print("built: straggler, with the presets", ", ".join(straggler.PRESETS))
+print("built: serving, with the presets", ", ".join(serving.PRESETS))
 
 # %% [markdown]
 # A preset is a configuration with a known bottleneck. What makes it slow is real work or a real limit, so the true cause
@@ -114,8 +115,9 @@ print("built: straggler, with the presets", ", ".join(straggler.PRESETS))
 # | start | `make lab` opens JupyterLab at this notebook |
 # | learn the first question | open [01_step_time.ipynb](01_step_time.ipynb) |
 # | learn the second question | open [02_straggler.ipynb](02_straggler.ipynb) |
-# | check that you can do it alone | open the exercises to [step time](../exercises/01_step_time.ipynb) and the [straggler](../exercises/02_straggler.ipynb); one way to solve them is in [solutions/01_step_time.ipynb](../solutions/01_step_time.ipynb) and [solutions/02_straggler.ipynb](../solutions/02_straggler.ipynb) |
-# | run an experiment without Jupyter | `mlsyslab steptime --preset worked_example`, or `mlsyslab straggler` with a preset |
+# | learn the fourth question | open [04_serving.ipynb](04_serving.ipynb) |
+# | check that you can do it alone | open the exercises to [step time](../exercises/01_step_time.ipynb), the [straggler](../exercises/02_straggler.ipynb) and [serving](../exercises/04_serving.ipynb); one way to solve them is in the [solutions](../solutions/) |
+# | run an experiment without Jupyter | `mlsyslab steptime --preset worked_example`, or `mlsyslab straggler` or `mlsyslab serving` with a preset |
 # | see what is wrong with the machine | `mlsyslab doctor` |
 # | run every test | `make test` |
 #

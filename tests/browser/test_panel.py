@@ -35,6 +35,10 @@ from mlsyslab import straggler
 from mlsyslab.teach.explore import explore
 panel = explore(straggler, replace(straggler.PRESETS["quick"], magnitude=2.0, steps=5000))
 panel"""
+SERVING = """from mlsyslab import serving
+from mlsyslab.teach.explore import explore
+panel = explore(serving, serving.Config(max_batch=1, paced=True, paced_base_s=0.02, rate_per_s=200.0, duration_s=60.0))
+panel"""
 GONE_WITHIN_S = 3.0
 NOTEBOOKS, THEMES = "@jupyterlab/notebook-extension:tracker", "@jupyterlab/apputils-extension:themes"
 READ = (".mls-title", ".mls-badge", ".mls-status", ".mls-table td", ".mls-small", ".mls-verdict li")
@@ -274,6 +278,24 @@ def test_the_straggler_lab_shows_a_lane_for_each_rank_and_names_the_slow_one(pag
     choose(page, "compute", "rank 1", "model code")
     wait_for_words(page, ".mls-status", "^The verdict is below")
     assert "where: rank 1" in words(page, ".mls-verdict")
+
+
+def test_the_serving_lab_shows_each_request_and_says_what_was_too_much(page: Any, lab: Any) -> None:
+    """A replica that does 49 rows a second, and 200 a second that come."""
+    show(page, lab, "serving.ipynb", SERVING)
+    page.locator(".mls-predict-p95_s input").fill("100")
+    page.locator(".mls-predict-p50_s input").fill("50")
+    page.locator("button.mls-lock").click()
+    wait_enabled(page, "button.mls-run")
+    first = start(page)
+    wait_for_words(page, ".mls-words", r"([5-9]|\d\d)% done")
+    wait_for_new_picture(page, first)
+    assert "outcomes; of the last" in page.locator("img.mls-live").get_attribute("alt")
+    stop(page)
+    assert words(page, ".mls-error") == ""
+    choose(page, "saturated", "replicas", "serving")
+    wait_for_words(page, ".mls-status", "^The verdict is below")
+    assert "saturated; where: replicas" in words(page, ".mls-verdict")
 
 
 def test_a_kernel_restart_in_mid_run_leaves_no_rank_alive(page: Any, lab: Any) -> None:

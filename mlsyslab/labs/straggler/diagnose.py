@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from mlsyslab.runs import Run
 
 CLEAR_LEAD = 0.30  # of the healthy work: what contention alone explains, or comes from an overloaded host, must be so much
+RESTLESS_FRAC = (
+    0.12  # of the healthy work; one rank's own work that scatters by more, beside busy others, shows nothing
+)
 OTHERS_FRAC = 0.15  # of the machine's cores; what others use below it does not overload the host
 LEAD = 2.5  # a cause that explains less than CLEAR_FRAC must explain so many times what the second does
 
@@ -63,6 +66,12 @@ def _doubt(facts: Facts) -> str:
         return (
             f"{len(facts.overloaded)} of {len(facts.ranks)} ranks waited for a core in most steps: "
             "the host was overloaded; run again when it is quiet"
+        )
+    busy = facts.others_frac is not None and facts.others_frac > OTHERS_FRAC
+    if busy and blame.kind == "healthy" and blame.noise_s > RESTLESS_FRAC * blame.base_s:
+        return (
+            f"own work is scattered by {blame.noise_s * 1e3:.0f} ms a step, while other programs used "
+            f"{facts.others_frac:.0%} of the cores: the host was overloaded; run again when it is quiet"
         )
     return ""
 

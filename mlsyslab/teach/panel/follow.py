@@ -77,12 +77,13 @@ def follow(
             )
         tell(pace, run.status)
         if not over:
-            time.sleep(pause_s(time.thread_time() - began))
+            share = getattr(picture, "drawing_frac", DRAWING_FRAC)
+            time.sleep(pause_s(time.thread_time() - began, share))
 
 
-def pause_s(drawing_s: float) -> float:
-    """Seconds to wait after a picture that took `drawing_s` of CPU time."""
-    return max(FRAME_S, drawing_s * (1 / DRAWING_FRAC - 1))
+def pause_s(drawing_s: float, share: float = DRAWING_FRAC) -> float:
+    """Seconds to wait after a picture that took `drawing_s` of CPU time, so that drawing takes `share` of a core."""
+    return max(FRAME_S, drawing_s * (1 / share - 1))
 
 
 class Driver:

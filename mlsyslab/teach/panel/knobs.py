@@ -67,6 +67,8 @@ def _widget(option: Option, scale: float, presets: Sequence[Any], common: dict[s
         return widgets.Checkbox(value=option.default, indent=True, **common)
     if option.kind == "choice":
         return widgets.Dropdown(options=option.choices, value=option.default, **common)
+    if option.kind == "text":
+        return widgets.Text(value=option.default, continuous_update=False, **common)
     if option.kind == "ints":
         text = ",".join(str(part) for part in option.default)
         return widgets.Text(value=text, placeholder="for example 1,2,4", continuous_update=False, **common)

@@ -65,6 +65,6 @@ class Round:
         both = [q for q in [*asked, Quantity.named("step_s")] if q.key in after and q.key in self.measured]
         if action is None or not both:
             return "nothing to compare"
-        promised = action.step_s if both[0].key == "step_s" else None
         key = both[0].key
+        promised = action.step_s if key == action.figure else None
         return outcome_words(both[0], before=self.measured[key], after=after[key], promised=promised)

@@ -45,9 +45,10 @@ def gain_words(diagnosis: Diagnosis) -> str:
 def action_words(action: Action) -> str:
     """What to do, and what it promises."""
     gain = action.gain_frac
-    step = Quantity.named("step_s").show_range(action.step_s) if action.step_s else ""
+    name = Quantity.named(action.figure)
+    step = f"a {name.label} of {name.show_range(action.step_s)}" if action.step_s else ""
     share = Quantity.named("gain_frac").show_range(gain) if gain else ""
-    promises = [f"{share} of the step saved" if share else "", f"a step of {step}" if step else ""]
+    promises = [f"{share} of {action.of} saved" if share else "", step]
     promised = ", ".join(part for part in promises if part)
     return f"{_capital(action.says).rstrip('.')}{f' (promised: {promised})' if promised else ''}"
 

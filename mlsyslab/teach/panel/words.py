@@ -159,7 +159,7 @@ def progress_words(
     """`step 24 of 40, 7 s left, queue: first`; while nothing was recorded, what the run is doing."""
     if status.get("state") in ("done", "stopped", "failed"):
         return f"{status['state']}, {f'step {step} of {steps}' if step and steps else f'{share:.0%}'}"
-    if status.get("state") in ("queued", "preparing") or step is None:
+    if status.get("state") in ("queued", "preparing") or (step is None and not share):
         doing = {"queued": "", "preparing": str(status.get("message") or "preparing")}
         first = doing.get(str(status.get("state")), "starting")
         return ", ".join(part for part in (first, queue_words(status)) if part)
