@@ -651,7 +651,9 @@ def test_pace_follows_the_slowest_rank_and_starts_anew_with_another_world() -> N
 def test_a_costly_picture_comes_less_often() -> None:
     assert PAUSE_S(0.01) == follow.FRAME_S == 0.125
     assert PAUSE_S(0.2) == pytest.approx(0.8)
-    assert PAUSE_S(0.05, 0.04) == pytest.approx(1.2)  # a picture that may take less of a core comes less often
+    assert PAUSE_S(0.05, 0.04) == pytest.approx(
+        1.2
+    )  # a picture that may take less of a core comes less often
 
 
 def test_residuals_say_on_which_side_of_the_range_the_measurement_is() -> None:

@@ -192,6 +192,15 @@ def test_a_late_generator_is_the_only_thing_that_is_said() -> None:
     assert decide(facts_from(OVER, punctual, run.events), act=False).cause == "saturated"
 
 
+def test_what_is_in_time_although_the_generator_was_late_is_in_time() -> None:
+    """Latency counts from the intended arrival, so a lag can only hide that a service is good."""
+    run = simulate(BASE, S)
+    late = {**run.columns, "lag_s": np.full(len(run.columns["lag_s"]), 0.004)}
+    found = decide(facts_from(BASE, late, run.events))
+    assert found.cause == "healthy"
+    assert "the generator's own lag" in found.reason
+
+
 def test_what_explains_little_is_no_finding() -> None:
     assert [one.rule for one in verdict(HOLD).findings] == ["hold"]
     assert [one.rule for one in verdict(OVER).findings] == ["overload", "near saturation"]

@@ -58,8 +58,8 @@ from mlsyslab import serving
 from mlsyslab.teach import lesson
 from mlsyslab.teach.explore import explore
 
-config = serving.preset("worked_example")
-curve = serving.service_curve(config)
+curve = serving.service_curve(serving.PRESETS["worked_example"])
+config = serving.preset("worked_example")  # its rate follows from the curve
 for rows in (1, 2, 4, 8):
     print(f"{rows} rows: {curve[rows] * 1e3:.2f} ms, {rows / curve[rows]:5.0f} rows/s (measured)")
 
@@ -254,6 +254,8 @@ kinds = {
     "1 warm, cold starts": replace(burst, autoscale=True, cold=True, ceiling=3),
     "3 warm": replace(burst, replicas=3),
 }
+
+# %%
 for name, one in kinds.items():
     after = serving.measure(one)
     got = after.summary()

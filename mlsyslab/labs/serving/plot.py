@@ -116,11 +116,12 @@ def _draw_requests(axes: Axes, records: Any, config: Any, summary: Mapping[str, 
 
 
 def _plain_ticks(axis: Any) -> None:
-    from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())
     axis.set_minor_locator(NullLocator())
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
 
 
 def _draw_percentiles(
