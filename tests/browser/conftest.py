@@ -20,7 +20,9 @@ def _missing(reason: str) -> None:
     (pytest.fail if REQUIRED else pytest.skip)(reason)
 
 
-@pytest.fixture(scope="session")
+# Of the module, not the session: while playwright is open its event loop counts as running in this thread, and no test
+# after these could run one of its own.
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     path = next(filter(None, map(shutil.which, NAMES)), None)
     if path is None:
@@ -35,7 +37,7 @@ def browser() -> Iterator[Any]:
         chromium.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def lab(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     from labserver import LabServer
 
