@@ -201,6 +201,14 @@ def test_what_is_in_time_although_the_generator_was_late_is_in_time() -> None:
     assert "the generator's own lag" in found.reason
 
 
+def test_a_curve_that_a_disturbed_run_made_fall_still_gives_actions() -> None:
+    """Small batches, of which there were few, took longer than full ones: a larger batch is tried all the same."""
+    falling = np.linspace(0.030, 0.008, 8)
+    found = decide(replace(facts(OVER), curve=falling))
+    assert found.cause == "saturated"
+    assert {action.name for action in found.actions} >= {"more replicas"}
+
+
 def test_what_explains_little_is_no_finding() -> None:
     assert [one.rule for one in verdict(HOLD).findings] == ["hold"]
     assert [one.rule for one in verdict(OVER).findings] == ["overload", "near saturation"]

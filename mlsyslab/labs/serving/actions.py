@@ -82,7 +82,8 @@ def _effect(config: Config, facts: Facts) -> tuple[float, float, float]:
     """(share missed, p95_s, replica-seconds), simulated with what the run showed."""
     curve = [*facts.curve.tolist()]
     if config.max_batch > len(curve):
-        step_s = (curve[-1] - curve[0]) / max(1, len(curve) - 1)
+        # A run disturbed while it ran small batches may show a curve that falls; more rows never take less.
+        step_s = max(0.0, (curve[-1] - curve[0]) / max(1, len(curve) - 1))
         curve += [curve[-1] + step_s * (n + 1) for n in range(config.max_batch - len(curve))]
     start_s = facts.start_s
     run = simulate(
