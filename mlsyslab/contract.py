@@ -137,10 +137,13 @@ class Diagnosis:
     gain: Range | None = None
 
     def recorded(self) -> Diagnosis:
-        """The same of a run read from disk: its figures were measured elsewhere or earlier, and say so."""
+        """The same of a run read from disk: what was measured elsewhere or earlier says so; what is computed from it, as
+        predicted or simulated, was computed now."""
 
         def mark(items: tuple[Evidence, ...]) -> tuple[Evidence, ...]:
-            return tuple(replace(item, origin="recorded") for item in items)
+            return tuple(
+                replace(item, origin="recorded") if item.origin == "measured" else item for item in items
+            )
 
         findings = tuple(replace(finding, evidence=mark(finding.evidence)) for finding in self.findings)
         return replace(self, evidence=mark(self.evidence), findings=findings)

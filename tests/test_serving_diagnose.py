@@ -276,7 +276,15 @@ def test_a_run_directory_is_diagnosed_as_its_records_are(tmp_path: Any) -> None:
         events.write(dict(event))
     found = diagnose(open_run(path))
     assert found.cause == "no admission control"
-    assert {one.origin for one in found.evidence} == {"recorded"}
+    computed = {
+        "missed for the batcher's hold alone": "predicted",
+        "missed that came in a peak above the capacity": "simulated",
+        "missed that their like alone would not have been": "simulated",
+    }
+    assert {one.name: one.origin for one in found.evidence} == {
+        one.name: computed.get(one.name, "recorded") for one in found.evidence
+    }
+    assert set(computed) <= {one.name for one in found.evidence}
     assert found.reason == verdict(config).reason
 
 

@@ -263,15 +263,15 @@ def checks(facts: Facts) -> tuple[Evidence, ...]:
         Evidence(name="mean batch", value=saw.get("mean_batch_rows"), unit="rows"),
         Evidence(name="rows a second of full batches over those of single rows", value=len(facts.curve) * float(facts.curve[0] / facts.curve[-1]),
                  points_at="no use of batching, where near 1 or below", confused_with="clients that wait, so that no batch forms"),
-        Evidence(name="missed for the batcher's hold alone", value=facts.wait_frac, unit="frac", points_at="batch wait too long"),
+        Evidence(name="missed for the batcher's hold alone", value=facts.wait_frac, unit="frac", origin="predicted", points_at="batch wait too long"),
         Evidence(name="late ones' time in or behind one batch", value=facts.service_frac, unit="frac", points_at="batch too large for the target"),
         Evidence(name="late ones' time queued beyond one batch", value=facts.queue_frac, unit="frac", points_at="saturated or bursts"),
-        Evidence(name="missed that came in a peak above the capacity", value=facts.peaks_frac, unit="frac", points_at="bursts exceed warm capacity"),
+        Evidence(name="missed that came in a peak above the capacity", value=facts.peaks_frac, unit="frac", origin="simulated", points_at="bursts exceed warm capacity"),
         Evidence(name="variance over mean of the arrivals", value=facts.dispersion, points_at="bursts, where far above 1 (Poisson)"),
         Evidence(name="missed while a replica was starting", value=facts.starting_frac, unit="frac", points_at="cold starts"),
         Evidence(name="a start", value=facts.start_s, unit="s", points_at="cold starts, where above 1 s"),
-        Evidence(name="missed that their like alone would not have been", value=facts.blocked_frac, unit="frac", points_at="head of line blocking"),
+        Evidence(name="missed that their like alone would not have been", value=facts.blocked_frac, unit="frac", origin="simulated", points_at="head of line blocking"),
         Evidence(name="rows of a batch that left others behind, of max_batch", value=facts.packed_frac, unit="frac", points_at="head of line blocking, where low"),
-        Evidence(name="p99 as an open loop would have seen it", value=facts.open_p99_s, unit="s", points_at="coordinated omission, where far above p99")
+        Evidence(name="p99 as an open loop would have seen it", value=facts.open_p99_s, unit="s", origin="predicted", points_at="coordinated omission, where far above p99")
         if config.clients else Evidence(name="sender", value="open loop", points_at="the schedule is kept whatever happens"),
     )  # fmt: skip

@@ -146,7 +146,10 @@ def _draw_percentiles(
         base += height
     for at, name in enumerate(("p50_s", "p95_s", "p99_s"), 1):
         value = summary.get(name)
-        axes.bar(at - 0.17, (value or 0) * 1e3, 0.3, color="#56B4E9", label="measured" if at == 1 else None)
+        if value is not None:
+            axes.bar(
+                at - 0.17, value * 1e3, 0.3, color="#56B4E9", label=summary["origin"] if at == 1 else None
+            )
         expected = prediction.values.get(name) if prediction else None
         if expected:
             low, middle, high = (part * 1e3 for part in expected)
@@ -266,9 +269,11 @@ class LivePlot:
     def update(self, records: list[dict[str, Any]]) -> None:
         """Take new request records, as `Run.poll` gives them."""
         for row in records:
+            if row["total_s"] is None:  # it has no end that could be drawn
+                continue
             at, took = self._seen[row["outcome"]]
             at.append(row["intended_s"])
-            took.append(max(row["total_s"] or 0.0, 1e-4) * 1e3)
+            took.append(max(row["total_s"], 1e-4) * 1e3)
         self._recent = [*self._recent, *records][-self.RECENT :]
         for name, (at, took) in self._seen.items():
             every = max(1, len(at) // self.SHOWN)

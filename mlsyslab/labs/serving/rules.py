@@ -53,7 +53,7 @@ def tester_bound(facts: Facts) -> Finding | None:
         rule="tester", cause="tester-bound",
         says=f"{facts.config.clients} closed-loop clients waited for their answers and sent nothing meanwhile: they saw a p99 of "
         f"{p99_s * 1e3:.1f} ms, an open loop would have seen about {open_s * 1e3:.0f} ms (coordinated omission)",
-        evidence=(Evidence(name="p99 as an open loop would have seen it", value=open_s, unit="s", points_at="coordinated omission"),),
+        evidence=(Evidence(name="p99 as an open loop would have seen it", value=open_s, unit="s", origin="predicted", points_at="coordinated omission"),),
         confused_with="a fast service", next_check="send the same load by a fixed schedule: clients = 0", weight_frac=1.0,
     )  # fmt: skip
 
@@ -142,7 +142,7 @@ def _blocked(facts: Facts) -> Finding | None:
     return Finding(
         rule="head of line", cause="head of line blocking", says=says, weight_frac=weight,
         evidence=(
-            Evidence(name="missed that their like alone would not have been", value=facts.blocked_frac, unit="frac"),
+            Evidence(name="missed that their like alone would not have been", value=facts.blocked_frac, unit="frac", origin="simulated"),
             Evidence(name="rows of a batch that left others behind, of max_batch", value=facts.packed_frac, unit="frac", points_at="packing"),
             Evidence(name="seconds of a large request", value=alone_s or None, unit="s", points_at="large requests"),
         ),
