@@ -39,16 +39,21 @@ def start(
     )
 
 
+def device_of(config: Any) -> str:
+    """The device that a run with this config queues for, "cuda" or "cpu". Raises ConfigError for a GPU that is not there."""
+    usable = hardware.cuda_usable()
+    if config.device == "cuda" and not usable:
+        raise ConfigError("device='cuda' but torch can use no NVIDIA GPU here; choose device='auto' or 'cpu'")
+    # One queue for all GPUs: ranks may take several.
+    return "cuda" if usable and config.device != "cpu" else "cpu"
+
+
 def directory(
     lab: str, config: Any, *, expected: int, faults: Sequence[Fault], out: str | Path | None, probe: bool
 ) -> tuple[Path, str, Callable[[], None]]:
     """Make the run directory for `expected` records, and wake the warm server: (directory, device, what to do once the
     device is ours). Raises as `start` does."""
-    usable = hardware.cuda_usable()
-    if config.device == "cuda" and not usable:
-        raise ConfigError("device='cuda' but torch can use no NVIDIA GPU here; choose device='auto' or 'cpu'")
-    # One queue for all GPUs: ranks may take several.
-    device = "cuda" if usable and config.device != "cpu" else "cpu"
+    device = device_of(config)
     path = create_run(lab, config, out=out, truth=[fault.to_json() for fault in faults], expected=expected)
 
     def prepare() -> None:

@@ -28,7 +28,7 @@ from mlsyslab.labs.serving.arrivals import schedule
 from mlsyslab.labs.serving.children import Children
 from mlsyslab.labs.serving.config import Config
 from mlsyslab.labs.serving.job import ServingJob
-from mlsyslab.labs.serving.measure import service_curve, standing, start
+from mlsyslab.labs.serving.measure import mitigate, service_curve, standing, start
 from mlsyslab.labs.serving.protocol import CLASSES
 from mlsyslab.labs.serving.serve import address, serve
 from mlsyslab.labs.serving.wire import Frames
@@ -453,3 +453,17 @@ class TestWithoutTheExtra:
             (package / "__init__.py").write_text("raise ModuleNotFoundError('blocked')")
         done = subprocess.run([sys.executable, "-c", blocked], capture_output=True, text=True, timeout=60)
         assert done.stdout == "done {'ok'}\n", done.stderr
+
+
+def test_an_action_is_applied_and_measured_beside_its_promise(tmp_path: Path, no_orphans: None) -> None:
+    """A replica that does 49 rows a second, and 100 that come: more replicas are what helps, and they do."""
+    before = measured(
+        tmp_path / "before",
+        engine="in process", paced=True, max_batch=1, paced_base_s=0.02, rate_per_s=100.0, duration_s=3.0, warmup_s=0.5,
+    )  # fmt: skip
+    found = mitigate(before, out=tmp_path / "after", timeout_s=60)
+    assert found.action.name == "more replicas"
+    assert found.after.config.replicas > before.config.replicas
+    assert found.promised is not None
+    assert found.came_frac > 0
+    assert "of the missed requests" in str(found)

@@ -32,7 +32,7 @@ def preset(name: str) -> Config:
     once an hour (some seconds). Raises ConfigError for an unknown name."""
     if name not in PRESETS:
         raise ConfigError(f"preset {name!r} is not one of {', '.join(PRESETS)}; choose one of them")
-    seconds = curve_of(Config(engine=PRESETS[name].engine))["curve_s"]
+    seconds = curve_of(Config())["curve_s"]
     return fitted(name, len(seconds) / seconds[-1])
 
 
@@ -106,7 +106,7 @@ def _curve_path(config: Config) -> Path:
 
 
 def _measured_in_turn(config: Config) -> dict[int, float]:
-    lock = DeviceLock(_device(config), "service-time curve")
+    lock = DeviceLock(experiment.device_of(config), "service-time curve")
     lock.acquire()
     try:
         return service_curve(config)
@@ -138,15 +138,8 @@ def standing(
     does. Raises ConfigError where the extra `serving` or a GPU is missing.
     """
     refuse_impossible(config, standing=True)
-    device = _device(config)
+    device = experiment.device_of(config)
     folder = Path(out) if out else Path(tempfile.mkdtemp(prefix="mlsyslab-service-"))
     folder.mkdir(parents=True, exist_ok=True)
     launch.warm_up()
     return ServingJob(config, folder, device=device, standing=True, host=host, port=port)
-
-
-def _device(config: Config) -> str:
-    usable = hardware.cuda_usable()
-    if config.device == "cuda" and not usable:
-        raise ConfigError("device='cuda' but torch can use no NVIDIA GPU here; choose device='auto' or 'cpu'")
-    return "cuda" if usable and config.device != "cpu" else "cpu"
