@@ -12,9 +12,7 @@ from mlsyslab.labs.straggler.evidence import Facts
 
 SEEN_FRAC = 0.30  # of the excess, or of the step; what explains less is not worth a finding
 LINK_FACTOR = 4.0  # a link that needs so many times the others' is slow
-JOIN_S = (
-    0.5  # a start that keeps the others waiting for longer is late; twice that where ranks wait for cores
-)
+JOIN_S = 0.5  # a start that keeps the others waiting for longer is late; twice that on a crowded machine
 STEAL_FRAC, STOPPED_FRAC = 0.02, 0.02  # of the time; less than it is a machine's everyday
 RETRANSMITS_PER_S = 5.0
 
@@ -72,7 +70,11 @@ def checks(facts: Facts) -> tuple[Evidence, ...]:
             points_at=when(facts.frac(facts.queue_excess_s), SEEN_FRAC, "host (contention)"),
             confused_with="too many threads of the job itself",
         ),
-        Evidence(name="noisiest neighbour", value=host.get("neighbour"), points_at="host (contention)"),
+        Evidence(
+            name="noisiest neighbour", value=host.get("neighbour"),
+            points_at=when(facts.frac(facts.queue_excess_s), SEEN_FRAC, "host (contention)"),
+            confused_with="a program that takes its turns without keeping the rank waiting",
+        ),
         Evidence(
             name="found stopped by telemetry", value=host.get("stopped_frac"), unit="frac",
             points_at=when(host.get("stopped_frac"), STOPPED_FRAC, "host (throttled)"),

@@ -20,9 +20,7 @@ if TYPE_CHECKING:
     from mlsyslab.runs import Run
 
 CLEAR_LEAD = 0.30  # of the healthy work: what contention alone explains, or comes from an overloaded host, must be so much
-RESTLESS_FRAC = (
-    0.12  # of the healthy work; one rank's own work that scatters by more, beside busy others, shows nothing
-)
+RESTLESS_FRAC = 0.12  # of the healthy work; own work that scatters by more, beside busy others, shows nothing
 OTHERS_FRAC = 0.15  # of the machine's cores; what others use below it does not overload the host
 LEAD = 2.5  # a cause that explains less than CLEAR_FRAC must explain so many times what the second does
 

@@ -22,10 +22,7 @@ from mlsyslab.ranks import RankContext
 CLONE_NEWNET = 0x40000000  # Linux include/uapi/linux/sched.h
 OWN = "/proc/thread-self/ns/net"
 INTERFACE = "link0"
-BURST_S, LEAST_BURST_BYTES = (
-    0.0005,
-    16 << 10,
-)  # what may go out at once after a pause: little, but whole packets
+BURST_S, LEAST_BURST_BYTES = 0.0005, 16 << 10  # may go out at once after a pause: little, but whole packets
 WIRE = 1514 / 1448  # bytes of a full frame over those that it carries; the token bucket counts both
 QUEUE_BYTES = 4 << 20  # more than the kernel lets a connection queue here, so the slow link drops nothing
 UNSHAPE = f"qdisc del dev {INTERFACE} root"
