@@ -40,7 +40,7 @@ check: $(STAMP) ## format, lint, types and unit tests, in under a minute
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q -m "not ranks and not kernel and not browser and not gpu" tests $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -n 2 -m "not ranks and not kernel and not browser and not gpu" tests $(PYTEST_ARGS)
 
 exercises: $(STAMP) ## write exercises, solutions and lessons anew from their sources
 	$(BIN)/python exercises/build.py

@@ -48,6 +48,12 @@ def parser() -> argparse.ArgumentParser:
         sub.add_argument(
             "--mitigate", action="store_true", help="apply the first action of the verdict and measure again"
         )
+        if hasattr(lab, "recover"):
+            sub.add_argument(
+                "--recover",
+                action="store_true",
+                help="under the elastic launcher: take the named rank's host out, go on from a checkpoint on a spare",
+            )
         sub.add_argument("--timeout-s", type=float, help="stop and fail when the run takes longer")
         sub.add_argument("--json", action="store_true", help="print one JSON object, keys with units")
         add_arguments(sub.add_argument_group("configuration"), lab.Config)
@@ -94,6 +100,8 @@ def experiment(arguments: argparse.Namespace) -> int:
     """Predict, measure with progress on stderr, diagnose, and mitigate when asked."""
     lab = importlib.import_module(f"mlsyslab.labs.{arguments.command}")
     config = config_from_arguments(arguments, lab.preset(arguments.preset))
+    if getattr(arguments, "recover", False):
+        return recovery(lab, config, arguments)
     prediction = lab.predict(config)
     run = follow(lab.start(config, out=arguments.out), arguments.timeout_s)
     verdict = lab.diagnose(run)
@@ -112,6 +120,25 @@ def experiment(arguments: argparse.Namespace) -> int:
         print("mlsyslab: the verdict offers nothing to apply", file=sys.stderr)
     if arguments.plot:
         save_plot(lab, run, prediction, arguments.plot)
+    return 0
+
+
+def recovery(lab: ModuleType, config: Any, arguments: argparse.Namespace) -> int:
+    """Run the job on hosts of its own, one of which is taken out when its rank is named; say what that gained."""
+    limit = {"timeout_s": arguments.timeout_s} if arguments.timeout_s else {}
+    done = lab.recover(config, out=arguments.out, **limit)
+    names = (
+        "step_before_s",
+        "step_after_s",
+        "down_s",
+        "lost_steps",
+        "checkpoint_s",
+        "promised_frac",
+        "gain_frac",
+    )
+    figures = {name: getattr(done, name) for name in names}
+    said = {"lab": done.run.lab, "run": str(done.run.path), "cordoned": done.cordoned, **figures}
+    print(json.dumps(said) if arguments.json else f"Run          {done.run.path}\nRecovery     {done}")
     return 0
 
 

@@ -8,11 +8,14 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from steptime_runs import write_run
 
+from mlsyslab import straggler
 from mlsyslab.cli import main
+from mlsyslab.labs.straggler import recovery
 
 SMALL = ["--steps", "10", "--batch-size", "2", "--input-cost-s", "0.02", "--compute-s", "0.01"]
 
@@ -112,3 +115,33 @@ def test_help_starts_without_torch_pandas_or_matplotlib():
     code = "import sys; from mlsyslab.cli import parser; parser(); print([m for m in ('torch', 'pandas', 'matplotlib') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "[]"
+
+
+def test_recover_runs_the_job_under_the_elastic_launcher_and_says_what_it_gained(
+    tmp_path, capsys, monkeypatch
+):
+    asked = {}
+
+    def recover(config, **rest):
+        asked.update(rest, ranks=config.ranks)
+        figures = {"step_before_s": 0.3, "step_after_s": 0.1, "gain_frac": 0.67, "promised_frac": 0.6}
+        named = SimpleNamespace(rank=1, host="host-1", step=9)
+        run = SimpleNamespace(path=tmp_path / "run", lab="straggler")
+        return recovery.Recovery(
+            run=run, named=named, killed="", hosts=(("host-0", "host-1"), ("host-0", "host-2")), resumed_steps=(10,),
+            lost_steps=1, down_s=4.0, checkpoint_s=0.1, losses={}, samples={}, notes=(), **figures,
+        )  # fmt: skip
+
+    monkeypatch.setattr(straggler, "recover", recover)
+    words = ["straggler", "--recover", "--ranks", "3", "--out", str(tmp_path / "run"), "--timeout-s", "90"]
+    assert main([*words, "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert asked == {"out": tmp_path / "run", "timeout_s": 90.0, "ranks": 3}
+    assert (said["cordoned"], said["gain_frac"], said["promised_frac"], said["lost_steps"]) == (
+        "host-1",
+        0.67,
+        0.6,
+        1,
+    )
+    assert main(words) == 0
+    assert "named rank 1 on host-1 in step 9" in capsys.readouterr().out

@@ -455,7 +455,8 @@ class TestWithoutTheExtra:
         assert done.stdout == "done {'ok'}\n", done.stderr
 
 
-def test_an_action_is_applied_and_measured_beside_its_promise(tmp_path: Path, no_orphans: None) -> None:
+@pytest.mark.ranks
+def test_an_action_is_applied_and_measured_beside_its_promise(tmp_path: Path) -> None:
     """A replica that does 49 rows a second, and 100 that come: more replicas are what helps, and they do."""
     before = measured(
         tmp_path / "before",

@@ -48,6 +48,27 @@ def test_a_slow_rank_is_named_from_20_percent_on(ranks: int, seed: int) -> None:
     assert found.slow.all()
 
 
+def test_of_two_ranks_that_take_turns_the_one_with_most_turns_is_not_named() -> None:
+    """16 of 22 steps by chance: the other rank is as far ahead in the rest."""
+    often = [step % 22 < 16 for step in range(2 * 22)]
+
+    def take_turns(own: Array) -> None:
+        own[often, 1] += 0.6 * BASE_S
+        own[np.logical_not(often), 0] += 0.6 * BASE_S
+
+    found = blame(*job(2, take_turns, steps=44))
+    assert (found.kind, found.ranks) == ("rotates", ())
+
+
+def test_a_constant_straggler_stays_named_where_the_other_rank_has_hiccups() -> None:
+    def both(own: Array) -> None:
+        own[:, 1] += 0.4 * BASE_S
+        own[[4, 17], 0] += 1.5 * BASE_S
+
+    found = blame(*job(2, both))
+    assert (found.kind, found.ranks) == ("rank", (1,))
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8, 64])
 @pytest.mark.parametrize("noise", [0.0, 0.03, 0.15])
 def test_a_healthy_job_names_nobody(ranks: int, noise: float) -> None:

@@ -195,6 +195,37 @@ def test_a_link_that_is_slow_only_in_the_check_is_no_verdict(tmp_path: Path) -> 
     assert diagnose(write_run(tmp_path / "run", notes=links({3: 0.021}))).cause == "healthy"
 
 
+def turns(*slow: int | None) -> Any:
+    """Link checks, one for each entry: the rank whose link is slow then."""
+    return lambda rank: [
+        {"kind": "link", "world": 4, "turn": turn, "send_s": 0.021 if rank == who else 0.001}
+        for turn, who in enumerate(slow)
+    ]
+
+
+def test_links_that_are_slow_in_turn_accuse_nobody(tmp_path: Path) -> None:
+    slower = lambda rank, step: {"sync_s": 0.040}  # noqa: E731 - a fault in one line
+    verdict = diagnose(write_run(tmp_path / "run", slower, notes=turns(3, 0, 2, 0, 1, 3, 2, 1)))
+    assert (verdict.cause, verdict.where, verdict.owner) == ("imbalance", None, "networking")
+    assert "ranks 0, 1, 2, 3 in turn" in verdict.reason
+
+
+def test_a_link_that_is_slow_now_and_then_is_named(tmp_path: Path) -> None:
+    """Slow in 3 of 8 checks, so the mean exchange is 15 ms longer."""
+    slower = lambda rank, step: {"sync_s": 0.040 if step % 8 < 3 else 0.0}  # noqa: E731 - a fault in one line
+    verdict = diagnose(
+        write_run(tmp_path / "run", slower, notes=turns(None, 3, 3, None, None, 3, None, None))
+    )
+    assert (verdict.cause, verdict.where) == ("communication", "rank 3")
+
+
+def test_links_that_are_slow_all_at_once_are_a_cause_that_all_share(tmp_path: Path) -> None:
+    slower = lambda rank, step: {"sync_s": 0.060 if step >= 13 else 0.0}  # noqa: E731 - a fault in one line
+    verdict = diagnose(write_run(tmp_path / "run", slower, notes=links({}, healthy_s=0.030)))
+    assert (verdict.cause, verdict.where) == ("shared", None)
+    assert "from step 13 on" in verdict.reason
+
+
 def test_a_slow_link_counts_more_than_a_rotation_that_costs_less(tmp_path: Path) -> None:
     def slower(rank: int, step: int) -> dict[str, float]:
         return {"sync_s": 0.040, "forward_s": 0.012 if rank == step % 4 else 0.0}

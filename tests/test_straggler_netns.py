@@ -18,7 +18,7 @@ import pytest
 
 from mlsyslab import straggler
 from mlsyslab.contract import RunError
-from mlsyslab.labs.straggler import inject, netns
+from mlsyslab.labs.straggler import links, netns
 from mlsyslab.labs.straggler.config import Config, acts
 from mlsyslab.ranks import RankContext
 from mlsyslab.runs import Run
@@ -153,7 +153,7 @@ def test_where_one_rank_may_not_leave_all_delay_their_sends(
     measure = sys.modules["mlsyslab.labs.straggler.measure"]  # the lab binds the function by this name
     monkeypatch.setattr(measure, "WORKER", "straggler_ranks:rank_1_may_not_leave_the_network")
     run = straggler.measure(Config(**SMALL), out=tmp_path / "run", timeout_s=150)
-    assert [note["link"] for note in headers(run)] == [inject.Link.how] * 3
+    assert [note["link"] for note in headers(run)] == [links.Link.how] * 3
     assert all(note["no_veth"] for note in headers(run))
     verdict = straggler.diagnose(run)
     assert verdict.where == "rank 1" or "overloaded" in verdict.reason

@@ -135,12 +135,14 @@ def blame(own: Array, wait: Array, *, stages: Sequence[int] | None = None) -> Bl
     steady = (excess > limit_s / 2).mean(0)
     constant = np.flatnonzero((np.median(excess, 0) > limit_s) & (steady >= STEADY_FRAC))
     constant = constant[_waits_less(wait, excess, constant)]
-    if 0 < len(constant) <= max(1, ranks // 2):
+    first, lead = np.argmax(excess, 1), excess.max(1)
+    slow = _weightiest(lead, lead > max(SLOW_FRAC * base_s, 4 * noise_s))
+    # Of two ranks that take turns by chance, one has most of the turns; in the rest the other is as far ahead.
+    theirs = np.isin(first, constant)[slow].mean() if slow.any() else 1.0
+    if 0 < len(constant) <= max(1, ranks // 2) and theirs >= SAME_FRAC:
         who = tuple(int(rank) for rank in constant)
         kind = "stage" if _is_stage(who, stages) else "rank"
         return named(kind, who, np.ones(steps, bool), float(steady[constant].mean()))
-    first, lead = np.argmax(excess, 1), excess.max(1)
-    slow = _weightiest(lead, lead > max(SLOW_FRAC * base_s, 4 * noise_s))
     if slow.sum() >= 2:
         votes = np.bincount(first[slow], minlength=ranks)
         who = (int(votes.argmax()),)
@@ -159,7 +161,7 @@ def blame(own: Array, wait: Array, *, stages: Sequence[int] | None = None) -> Bl
         if spread and slow.mean() > 0.2 and share < SAME_FRAC:
             return Blame(kind="rotates", slow=slow, base_s=base_s, noise_s=noise_s, share=share,
                          excess_s=float(lead[slow].mean()), gain_frac=_all_alike(own, wait))  # fmt: skip
-    rise = _rise(own.min(1))
+    rise = _rise(own.min(1)) or _rise(job_seconds(own, wait))
     if rise:
         after = np.arange(steps) >= rise
         return Blame(kind="shared", slow=after, base_s=base_s, noise_s=noise_s, since=rise)
@@ -196,7 +198,8 @@ def _all_alike(own: Array, wait: Array) -> float:
 
 
 def _rise(least: Array) -> int | None:
-    """The step from which on even the fastest rank works SHARED_FRAC more than before, cleanly; else None."""
+    """The step from which on these seconds, such as the fastest rank's own work, are SHARED_FRAC more than before,
+    cleanly; else None."""
     found = [
         (float(before.var() * len(before) + after.var() * len(after)), at)
         for at in range(ENOUGH_STEPS, len(least) - ENOUGH_STEPS + 1)

@@ -11,7 +11,6 @@ from mlsyslab.contract import Evidence
 from mlsyslab.labs.straggler.evidence import Facts
 
 SEEN_FRAC = 0.30  # of the excess, or of the step; what explains less is not worth a finding
-LINK_FACTOR = 4.0  # a link that needs so many times the others' is slow
 JOIN_S = 0.5  # a start that keeps the others waiting for longer is late; twice that on a crowded machine
 STEAL_FRAC, STOPPED_FRAC = 0.02, 0.02  # of the time; less than it is a machine's everyday
 RETRANSMITS_PER_S = 5.0
@@ -23,7 +22,7 @@ def checks(facts: Facts) -> tuple[Evidence, ...]:
     host = facts.hosts.get(of, {}) if of is not None else _mean_host(facts.hosts)
     who = f"rank {of}" if of is not None else "nobody"
     joins = sorted(facts.join_s.values())
-    links = sorted(facts.link_s.values())
+    slow_links = sorted({rank for rank in facts.slow_links if rank is not None})
 
     def when(value: float | None, least: float, points_at: str) -> str:
         """Whom a figure points at once it is above what is usual."""
@@ -99,9 +98,7 @@ def checks(facts: Facts) -> tuple[Evidence, ...]:
         ),
         Evidence(
             name="link check, slowest rank", value=max(facts.link_s.values(), default=None), unit="s",
-            points_at=when(links[-1], LINK_FACTOR * links[(len(links) - 1) // 2], f"rank {max(facts.link_s, key=lambda r: facts.link_s[r])}")
-            if links
-            else "",
+            points_at=", ".join(f"rank {rank}" for rank in slow_links) or "nobody, as usual",
         ),
         Evidence(
             name="wait at the start of the others for the last", value=joins[1] - joins[0] if len(joins) > 1 else None, unit="s",

@@ -79,7 +79,7 @@ def _healthy(facts: Facts, evidence: tuple[Evidence, ...]) -> Diagnosis:
     blame = facts.blame
     if blame.kind == "shared":
         said = (
-            f"from step {facts.since} on every rank works longer at once, so the cause is one that all share; "
+            f"from step {facts.since} on every rank's steps are longer at once, so the cause is one that all share; "
             "no rank stands out"
         )
         return _nobody("shared", said, facts, evidence)
@@ -172,6 +172,10 @@ def _rotation(facts: Facts, evidence: tuple[Evidence, ...]) -> Diagnosis:
 
 def _beside(besides: list[Finding], facts: Facts, evidence: tuple[Evidence, ...]) -> Diagnosis:
     chosen = besides[0]
+    if chosen.cause == "imbalance":
+        said = f"{chosen.says}: no link is at fault alone"
+        verdict = _nobody("imbalance", said, facts, evidence)
+        return replace(verdict, kind="links", owner=OWNER["communication"], findings=tuple(besides))
     values = facts.link_s if chosen.cause == "communication" else {r: -s for r, s in facts.join_s.items()}
     actions = actions_for(chosen.cause, "", facts)
     return Diagnosis(

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from mlsyslab.runs import Run
 
 
+LINK_FACTOR = 4.0  # a link whose message takes so many times the others' is slow,
+LINK_S = 0.005  # unless it takes less than this longer
+
+
 class Loader(NamedTuple):
     """A slow rank's loader beside the others': how many times their CPU, reading and wall seconds a batch takes, and
     the share of the additional wall seconds that is reading. A stopped worker stretches its short reads as well."""
@@ -39,7 +43,8 @@ class Facts:
 
     phases_s: excess by phase; ratios: how many times the others' seconds, forward and backward. cpu, queue and gc: of
     the training thread; None where nobody counts. load: the named ranks' loader beside the others'. link_s: seconds of
-    each rank's link check. join_s: seconds that each rank waited for the others at the start. hosts: telemetry means
+    each rank's link check, of the one in which the links differ most; slow_links: the rank whose link stood out in each check,
+    None where none did. join_s: seconds that each rank waited for the others at the start. hosts: telemetry means
     by rank. overloaded: ranks that waited for a core in most steps; others_frac: the share of the cores that others used.
     """
 
@@ -60,6 +65,7 @@ class Facts:
     rest_s: float
     length_corr: float | None
     link_s: Mapping[int, float]
+    slow_links: tuple[int | None, ...]
     link_adds_s: float
     join_s: Mapping[int, float]
     hosts: Mapping[int, Mapping[str, Any]]
@@ -112,6 +118,7 @@ def facts_of(run: Run) -> Facts:
     named = tuple(found.ranks[column] for column in verdict.ranks)
     columns, slow = list(verdict.ranks), verdict.slow
     notes, hosts = run.notes, _hosts(run.telemetry, frame)
+    links = _links(notes)
 
     def excess(values: Array) -> float:
         """Mean over the slow steps of what the named ranks have more than the others' median."""
@@ -142,8 +149,9 @@ def facts_of(run: Run) -> Facts:
         load=_load(found, columns, slow) if columns else None,
         rest_s=_rest(found, columns, slow) if columns else 0.0,
         length_corr=_correlation(found),
-        link_s=_by_rank(notes, "link", "send_s"),
-        link_adds_s=_link_adds(notes),
+        link_s=max(links, key=_link_lead, default={}),
+        slow_links=tuple(_slow_link(link_s) for link_s in links),
+        link_adds_s=_link_adds(links, notes),
         join_s=_by_rank(notes, "header", "join_s"),
         hosts=hosts,
         overloaded=_overloaded(frame),
@@ -219,16 +227,37 @@ def _by_rank(notes: list[dict[str, Any]], kind: str, name: str) -> dict[int, flo
     return {int(note["rank"]): float(note[name]) for note in sorted(rows, key=lambda note: note["rank"])}
 
 
-def _link_adds(notes: list[dict[str, Any]]) -> float:
-    """Seconds that the slowest link would add to each exchange by its own check: its extra seconds a byte times the
-    gradient's bytes. The bytes a rank sends in a ring all-reduce are 2 (n - 1) / n of them (Patarasuk and Yuan 2009);
-    a hook that delays whole buckets sends them once, so the smaller is taken."""
-    sends, sizes = _by_rank(notes, "link", "send_s"), _by_rank(notes, "header", "gradient_bytes")
-    if len(sends) < 2 or not sizes:
+def _links(notes: list[dict[str, Any]]) -> list[dict[int, float]]:
+    """Seconds of each rank's message, check by check; a run in which the links change is checked several times."""
+    checks: dict[int, list[dict[str, Any]]] = {}
+    for note in notes:
+        if note.get("kind") == "link":
+            checks.setdefault(int(note.get("turn", 0)), []).append(note)
+    return [_by_rank(check, "link", "send_s") for _, check in sorted(checks.items())]
+
+
+def _link_lead(link_s: Mapping[int, float]) -> float:
+    """Seconds by which the slowest message exceeds the others' upper median; 0 for fewer than two."""
+    *others, worst = sorted(link_s.values()) or [0.0]
+    return worst - others[len(others) // 2] if others else 0.0
+
+
+def _slow_link(link_s: Mapping[int, float]) -> int | None:
+    """The rank whose link stands out in a check."""
+    lead = _link_lead(link_s)
+    worst = max(link_s, key=lambda rank: link_s[rank], default=-1)
+    slow = lead > LINK_S and link_s[worst] > LINK_FACTOR * (link_s[worst] - lead)
+    return worst if slow else None
+
+
+def _link_adds(links: list[dict[int, float]], notes: list[dict[str, Any]]) -> float:
+    """Seconds that slow links would add to an exchange by their own checks, on average over these: the slowest one's extra
+    seconds a byte times the gradient's bytes. The bytes a rank sends in a ring all-reduce are 2 (n - 1) / n of them
+    (Patarasuk and Yuan 2009); a hook that delays whole buckets sends them once, so the smaller is taken."""
+    sizes = _by_rank(notes, "header", "gradient_bytes")
+    if not links or not sizes:
         return 0.0
-    worst = max(sends, key=lambda rank: sends[rank])
-    others = float(np.median([s for rank, s in sends.items() if rank != worst]))
-    return (sends[worst] - others) / LINK_BYTES * max(sizes.values())
+    return float(np.mean([_link_lead(link_s) for link_s in links])) / LINK_BYTES * max(sizes.values())
 
 
 def _hosts(samples: pd.DataFrame, frame: pd.DataFrame) -> dict[int, dict[str, Any]]:

@@ -7,18 +7,16 @@ import math
 import os
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch.utils.data import Sampler
 
 from mlsyslab import jpegs, workloads
-from mlsyslab.labs.straggler import netns
-from mlsyslab.labs.straggler.config import FRAMEWORK_S, LINK_BYTES, PAUSE_EVERY, SLACK_S, Config, acts
+from mlsyslab.labs.straggler.config import FRAMEWORK_S, PAUSE_EVERY, SLACK_S, Config, acts
+from mlsyslab.labs.straggler.links import AnyLink
 from mlsyslab.labs.straggler.noise import Noise
 
 PIECE_S = 0.004  # a paced accelerator runs kernels of this length, each launched by the host when the last has ended
@@ -26,7 +24,6 @@ GRACE_S = 0.001  # of a piece's overshoot that timers cause, and the next piece 
 DUTY_PERIOD_S = 0.020
 MOST_NEIGHBOURS = 16
 Spec = tuple[int, int, float, bool, float]
-AnyLink: TypeAlias = "Link | netns.Link"
 
 
 def pace(seconds: float) -> None:
@@ -183,76 +180,6 @@ def sample_cost_s(config: Config) -> float:
     return halved * batch_s * max(config.workers, 1) / config.batch_size
 
 
-# ---- the network side
-
-
-class Link:
-    """What this rank sends to others; slow when told, then each message waits for its bytes at `bytes_per_s` first.
-
-    The way for every machine; `netns.Link` has the same methods and a link that is really slow.
-    """
-
-    how = "delayed sends by a communication hook"
-
-    def __init__(self, bytes_per_s: float) -> None:
-        self.bytes_per_s, self.slow = bytes_per_s, False
-        self._sender = ThreadPoolExecutor(1, thread_name_prefix="link")
-
-    def delay(self, size_bytes: int) -> None:
-        """Wait as the first byte of a message of that size would behind the rest."""
-        if self.slow:
-            time.sleep(size_bytes / self.bytes_per_s)
-
-    def reduce(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        """DDP's communication hook: mean over the ranks, sent in order from a thread, while backward goes on."""
-        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        buffer = bucket.buffer().div_(dist.get_world_size())
-
-        def send() -> None:
-            try:
-                self.delay(buffer.numel() * buffer.element_size())
-                dist.all_reduce(buffer)
-                done.set_result(buffer)
-            except Exception as error:  # the rank's own thread must raise it
-                done.set_exception(error)  # type: ignore[arg-type]  # torch's annotation is wrong
-
-        self._sender.submit(send)
-        return done
-
-    def close(self) -> None:
-        """Nothing: a change is in force at once."""
-
-
-def exchange_s(size_bytes: int, repeats: int = 3) -> float:
-    """Seconds in which the ranks all-reduce so many bytes while no link is slow, best of `repeats`. All take part."""
-    gradient, best_s = torch.zeros(size_bytes // 4), float("inf")
-    for _ in range(repeats):
-        dist.barrier()
-        began_s = time.perf_counter()
-        dist.all_reduce(gradient)
-        best_s = min(best_s, time.perf_counter() - began_s)
-    return best_s
-
-
-def link_check(link: AnyLink, rank: int, world: int, size_bytes: int = LINK_BYTES, repeats: int = 8) -> float:
-    """Seconds in which this rank's message reaches its neighbour and is acknowledged; each rank in its turn, best
-    of `repeats`. The test that tells whose link is slow, which the all-reduce cannot: there everybody waits."""
-    message, ack = torch.zeros(size_bytes, dtype=torch.uint8), torch.zeros(1)
-    best_s = float("inf")
-    for sender in [turn for _ in range(repeats) for turn in range(world)]:
-        receiver = (sender + 1) % world
-        if rank == sender:
-            began_s = time.perf_counter()
-            link.delay(size_bytes)
-            dist.send(message, receiver)
-            dist.recv(ack, receiver)
-            best_s = min(best_s, time.perf_counter() - began_s)
-        elif rank == receiver:
-            dist.recv(message, sender)
-            dist.send(ack, sender)
-    return best_s
-
-
 # ---- the host side
 
 
@@ -302,12 +229,16 @@ class Injector:
         while time.perf_counter() < until_s:
             gc.collect()
 
-    def close(self) -> None:
-        """End the noise and settle the link; the check that follows measures the link alone."""
-        self.link.close()
+    def quiet(self) -> None:
+        """End the noise, so that what follows measures the link alone."""
         for noise in self.noises:
             noise.close()
         self.noises = []
+
+    def close(self) -> None:
+        """End the noise and settle the link."""
+        self.quiet()
+        self.link.close()
 
 
 def start_noise(config: Config, loaders: list[int], load_s: float, gpu: str = "") -> list[Noise]:

@@ -7,12 +7,11 @@ explain why nobody is slow. A share below CLEAR_FRAC names no cause.
 from __future__ import annotations
 
 from mlsyslab.contract import Evidence, Finding, Rule
-from mlsyslab.labs.straggler.checks import JOIN_S, LINK_FACTOR, SEEN_FRAC
+from mlsyslab.labs.straggler.checks import JOIN_S, SEEN_FRAC
 from mlsyslab.labs.straggler.evidence import Facts, Loader
 
 CLEAR_FRAC = 0.80  # of the excess that one cause must hold
 SLOWER, ALIKE = 1.1, 1.25  # a slower device: both phases so many times the others', and so alike at most
-LINK_S = 0.005  # the least by which a slow link takes longer than the others
 
 OWNER = {
     "input": "storage/data",
@@ -173,19 +172,16 @@ def _compute(facts: Facts) -> Finding | None:
 
 
 def _link(facts: Facts) -> Finding | None:
-    if len(facts.link_s) < 2:
-        return None
-    worst = max(facts.link_s, key=lambda rank: facts.link_s[rank])
-    others = sorted(value for rank, value in facts.link_s.items() if rank != worst)
-    usual = others[len(others) // 2]
-    slow = facts.link_s[worst] > LINK_FACTOR * usual and facts.link_s[worst] - usual > LINK_S
+    slow = {rank for rank in facts.slow_links if rank is not None}
     if not slow or facts.transfer_s < 0.6 * facts.link_adds_s or facts.link_adds_s < 0.08 * facts.step_s:
         return None
+    *others, slowest_s = sorted(facts.link_s.values())
+    who = f"rank {min(slow)}" if len(slow) == 1 else f"ranks {', '.join(map(str, sorted(slow)))} in turn"
     return Finding(
         rule="network",
-        cause="communication",
-        says=f"every rank waits {facts.transfer_s * 1e3:.0f} ms in the exchange, and the message of rank {worst} takes "
-        f"{facts.link_s[worst] / usual:.0f} times as long as the others'",
+        cause="communication" if len(slow) == 1 else "imbalance",
+        says=f"every rank waits {facts.transfer_s * 1e3:.0f} ms in the exchange, and the message of {who} takes "
+        f"{slowest_s / others[len(others) // 2]:.0f} times as long as the others'",
         weight_frac=facts.link_adds_s / facts.step_s,
         evidence=(
             Evidence(name="transfer: the least wait of any rank", value=facts.transfer_s, unit="s", points_at="communication"),

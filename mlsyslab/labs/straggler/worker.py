@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mlsyslab import hostlog, jpegs, telemetry, training, workloads
-from mlsyslab.labs.straggler import inject, netns
+from mlsyslab.labs.straggler import inject, links, netns
 from mlsyslab.labs.straggler.config import LATE_S, PRESETS, Config, faults_of
 from mlsyslab.labs.straggler.measure import preset
 from mlsyslab.options import from_json
@@ -126,14 +126,14 @@ class Trainer:
             return "the ranks are on GPUs, which have links of their own"
         return netns.enter(self.context, timeout_s=COLLECTIVE_TIMEOUT_S)
 
-    def _link(self, *, veth: bool) -> inject.AnyLink:
+    def _link(self, *, veth: bool) -> links.AnyLink:
         """What makes the exchange of the gradient take extra_s longer while it is slow."""
         extra_s = max(self.config.extra_s, 1e-3)
         if veth:
             # A ring all-reduce sends 2 (n - 1) / n of the bytes, which take some time on a fast link too.
             sent = 2 * (self.world - 1) / self.world * self.size
-            return netns.Link(sent / (inject.exchange_s(self.size) + extra_s))
-        link = inject.Link(self.size / extra_s)
+            return netns.Link(sent / (links.exchange_s(self.size) + extra_s))
+        link = links.Link(self.size / extra_s)
         if self.config.fault == "slow_link":
             self.model.register_comm_hook(None, lambda _, bucket: link.reduce(bucket))
         return link
@@ -200,8 +200,7 @@ class Trainer:
                 timer.add(length=float(images.shape[-1] / jpegs.CROP))
                 step += 1
                 self.injector.begin(step)
-        self.injector.begin(config.steps - 1)
-        self.injector.close()
+        self.injector.quiet()
 
     def finish(self) -> None:
         """The checks that the steps cannot give: each rank's link, and what the host logged meanwhile."""
@@ -209,12 +208,23 @@ class Trainer:
         if self.backend == "gloo" and self.device.type == "cpu":
             if self.cores:
                 os.sched_setaffinity(0, self.cores)  # the link is to be measured, not the core
-            send_s = inject.link_check(self.link, self.rank, self.world)
-            self.notes.write({"kind": "link", "rank": self.rank, "world": self.world, "send_s": send_s})
+            self._check_links()
         host = hostlog.difference(self.log, hostlog.read())
         kernel = hostlog.kernel_log(self.began_s) if self.context.local_rank == 0 else None
         self.notes.write({"kind": "host", "rank": self.rank, **host, "kernel": kernel})
         self.notes.write({"kind": "end", "rank": self.rank, "world": config.ranks})
+
+    def _check_links(self) -> None:
+        """Each rank's link alone, in the state that it had in the steps of `links.turns`."""
+        turns = links.turns(self.config)
+        for turn, step in enumerate(turns):
+            self.injector.begin(step)
+            torch.distributed.barrier()
+            time.sleep(links.SETTLES_S)
+            send_s = links.check(self.link, self.rank, self.world, repeats=max(3, 8 // len(turns)))
+            self.notes.write(
+                {"kind": "link", "rank": self.rank, "world": self.world, "turn": turn, "send_s": send_s}
+            )
 
     def close(self) -> None:
         """Stop what runs beside the rank."""
