@@ -16,13 +16,24 @@ from mlsyslab.contract import ConfigError, LabError, RunError
 from mlsyslab.runs import open_run
 
 if TYPE_CHECKING:
-    from mlsyslab.labs import serving, steptime, straggler
+    from mlsyslab.labs import parallelism, serving, steptime, straggler
     from mlsyslab.timing import StepTimer
 
 __version__ = "0.1.0"
-__all__ = ["ConfigError", "LabError", "RunError", "StepTimer", "open_run", "serving", "steptime", "straggler"]
+__all__ = [
+    "ConfigError",
+    "LabError",
+    "RunError",
+    "StepTimer",
+    "open_run",
+    "parallelism",
+    "serving",
+    "steptime",
+    "straggler",
+]
 
 _LAZY = {
+    "parallelism": ("mlsyslab.labs.parallelism", ""),
     "serving": ("mlsyslab.labs.serving", ""),
     "steptime": ("mlsyslab.labs.steptime", ""),
     "straggler": ("mlsyslab.labs.straggler", ""),

@@ -70,6 +70,7 @@ def check(root: Path = ROOT, *, full: bool = False) -> list[Check]:
         _data_set(),
         _labs(here, gpus, default_workers(root=root)),
         _straggler(here),
+        _parallelism(here),
         _serving(),
     ]
 
@@ -237,6 +238,16 @@ def _straggler(here: Mapping[str, Any]) -> Check:
     shaped = sys.platform == "linux" and os.geteuid() == 0 and shutil.which("tc") and shutil.which("ip")
     link = "by traffic control" if shaped else "by delayed sends (by traffic control as root, with iproute2)"
     return Check(name="straggler", value=f"runs as steptime does; {faults}; a slow link {link}")
+
+
+def _parallelism(here: Mapping[str, Any]) -> Check:
+    """How the parallelism lab counts and caps memory here, and whether it can have nodes."""
+    linux = sys.platform == "linux"
+    cap = "memory can be capped" if linux else "memory cannot be capped (Linux or a GPU)"
+    nodes = linux and os.geteuid() == 0 and shutil.which("tc") and shutil.which("ip")
+    link = "nodes with a slow link" if nodes else "no nodes (root on Linux, with iproute2)"
+    shared = f"; more than {here['usable_cores']:g} ranks share cores" if here.get("usable_cores") else ""
+    return Check(name="parallelism", value=f"every split; {cap}; {link}{shared}")
 
 
 def _serving() -> Check:

@@ -61,7 +61,8 @@ def killed_while_saving(payload: dict[str, Any], out: Path) -> None:
 
 def rank_1_may_not_leave_the_network(payload: dict[str, Any], out: Path) -> None:
     """The lab's worker, where the kernel refuses one rank a network namespace."""
-    from mlsyslab.labs.straggler import netns, worker
+    from mlsyslab import netns
+    from mlsyslab.labs.straggler import worker
 
     if os.environ["RANK"] == "1":
         netns.CLONE_NEWNET = 1  # no flag that unshare knows: EINVAL

@@ -28,12 +28,15 @@ EXPECTED = (
     "notebooks/00_start_here",
     "notebooks/01_step_time",
     "notebooks/02_straggler",
+    "notebooks/03_parallelism",
     "notebooks/04_serving",
     "exercises/01_step_time",
     "exercises/02_straggler",
+    "exercises/03_parallelism",
     "exercises/04_serving",
     "solutions/01_step_time",
     "solutions/02_straggler",
+    "solutions/03_parallelism",
     "solutions/04_serving",
 )
 TARGETS = build.targets()

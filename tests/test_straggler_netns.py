@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from mlsyslab import straggler
+from mlsyslab import netns, straggler
 from mlsyslab.contract import RunError
-from mlsyslab.labs.straggler import links, netns
+from mlsyslab.labs.straggler import links
 from mlsyslab.labs.straggler.config import Config, acts
 from mlsyslab.ranks import RankContext
 from mlsyslab.runs import Run

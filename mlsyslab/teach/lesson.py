@@ -5,6 +5,7 @@ lesson.machine()                    what the labs run on here
 lesson.compare(prediction, run)     predicted beside measured
 lesson.side_by_side({"a": run_a, "b": run_b})
 lesson.per_rank(run, {"own work": ["own_s"], "wait": ["sync_s"]})
+lesson.sent({"a": run_a})           the collectives of a step
 lesson.checked(verdict)             the checks that were made, in their order
 lesson.show(steptime.plot(run))
 """
@@ -166,6 +167,20 @@ def per_rank(run: Run, columns: Mapping[str, Sequence[str]]) -> Table:
         for rank in sorted(steady["rank"].unique())
     ]
     return Table((f"mean steady step ({run.origin})", *columns), rows, _note(run))
+
+
+def sent(runs: Mapping[str, Run], rank: int = 0) -> Table:
+    """The collectives of one step of a rank, as they were counted: how many and how many bytes, a column for each run."""
+    counted: dict[str, dict[str, str]] = {}
+    for name, run in runs.items():
+        notes = [n for n in run.notes if n.get("kind") == "traffic" and n["rank"] == rank]
+        for row in notes[-1]["collectives"] if notes else ():
+            what = f"{row['kind'].replace('_', '-')} ({row['axis']})"
+            counted.setdefault(what, {})[name] = (
+                f"{row['count']} × {row['bytes'] / row['count'] / 1e6:.2g} MB"
+            )
+    rows = [(what, *(of.get(name, NOT_YET) for name in runs)) for what, of in counted.items()]
+    return Table((f"rank {rank}, one step (counted)", *runs), rows)
 
 
 def checked(verdict: Diagnosis) -> Table:

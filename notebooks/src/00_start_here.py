@@ -78,8 +78,8 @@ print(f"8 photographs, 2 workers: at least {batch_s / 2 * 1e3:.0f} ms")
 # rank slows all of them, and every rank's step looks the same. You find it, say why it is slow, and take its host out. The
 # worked example has most ranks at 180 ms and one at 420 ms, 250 ms of it input wait.
 #
-# **3. Parallelism (not built yet).** *The model does not fit: how do you split it over eight devices?* Data, tensor,
-# pipeline and sharded parallelism trade simplicity against communication against memory. The worked example will be a
+# **3. Parallelism (built).** *The model does not fit: how do you split it over eight devices?* Data, tensor,
+# pipeline and sharded parallelism trade simplicity against communication against memory. The worked example is a
 # model that almost fits one device, where sharding comes first.
 #
 # **4. Serving.** *Traffic comes in bursts and the 95th percentile has a target: design the service.*
@@ -93,10 +93,11 @@ print(f"8 photographs, 2 workers: at least {batch_s / 2 * 1e3:.0f} ms")
 # The next cell lists what this version really has, so that this text cannot promise more than the library holds.
 
 # %%
-from mlsyslab import serving, steptime, straggler
+from mlsyslab import parallelism, serving, steptime, straggler
 
 print("built: steptime, with the presets", ", ".join(steptime.PRESETS))
 print("built: straggler, with the presets", ", ".join(straggler.PRESETS))
+print("built: parallelism, with the presets", ", ".join(parallelism.PRESETS))
 print("built: serving, with the presets", ", ".join(serving.PRESETS))
 
 # %% [markdown]
@@ -115,9 +116,10 @@ print("built: serving, with the presets", ", ".join(serving.PRESETS))
 # | start | `make lab` opens JupyterLab at this notebook |
 # | learn the first question | open [01_step_time.ipynb](01_step_time.ipynb) |
 # | learn the second question | open [02_straggler.ipynb](02_straggler.ipynb) |
+# | learn the third question | open [03_parallelism.ipynb](03_parallelism.ipynb) |
 # | learn the fourth question | open [04_serving.ipynb](04_serving.ipynb) |
-# | check that you can do it alone | open the exercises to [step time](../exercises/01_step_time.ipynb), the [straggler](../exercises/02_straggler.ipynb) and [serving](../exercises/04_serving.ipynb); one way to solve them is in the [solutions](../solutions/) |
-# | run an experiment without Jupyter | `mlsyslab steptime --preset worked_example`, or `mlsyslab straggler` or `mlsyslab serving` with a preset |
+# | check that you can do it alone | open the exercises to [step time](../exercises/01_step_time.ipynb), the [straggler](../exercises/02_straggler.ipynb), [parallelism](../exercises/03_parallelism.ipynb) and [serving](../exercises/04_serving.ipynb); one way to solve them is in the [solutions](../solutions/) |
+# | run an experiment without Jupyter | `mlsyslab steptime --preset worked_example`, or `mlsyslab straggler`, `mlsyslab parallelism` or `mlsyslab serving` with a preset |
 # | see what is wrong with the machine | `mlsyslab doctor` |
 # | run every test | `make test` |
 #

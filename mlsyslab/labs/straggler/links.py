@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
-from mlsyslab.labs.straggler import netns
+from mlsyslab import netns
 from mlsyslab.labs.straggler.config import LINK_BYTES, Config
 
 TURNS = 8  # checks of links that change

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from mlsyslab import hostlog, jpegs, telemetry, training, workloads
-from mlsyslab.labs.straggler import inject, links, netns
+from mlsyslab import hostlog, jpegs, netns, telemetry, training, workloads
+from mlsyslab.labs.straggler import inject, links
 from mlsyslab.labs.straggler.config import LATE_S, PRESETS, Config, faults_of
 from mlsyslab.labs.straggler.measure import preset
 from mlsyslab.options import from_json

@@ -1,6 +1,6 @@
-"""Ranks in network namespaces of their own, so that one's link can really be slow. Linux, as root, with iproute2.
+"""Ranks in network namespaces of their own, so that a link can really be slow. Linux, as root, with iproute2.
 
-Each rank leaves the machine's network for a namespace with one interface; its other end is a port of a bridge in a
+Each rank (or node of several) leaves the machine's network for a namespace with one interface; its other end is a port of a bridge in a
 namespace that rank 0 keeps open. Nothing has a name outside: the kernel takes a namespace back, and every interface
 in it, when its last process has ended, however it ended. Nobody else on the machine sees any of it.
 """
@@ -66,13 +66,59 @@ def enter(context: RankContext, *, timeout_s: float) -> str:
     return why
 
 
-def _try_to_build(switch: str, each: Sequence[str]) -> str:
-    """each: the pid of each rank that has left the machine's network, or why it could not. Returns "yes" or why not."""
+def enter_node(context: RankContext, *, nodes: int, bytes_per_s: float, timeout_s: float) -> str:
+    """Move this rank into the network namespace of its node, which `world / nodes` neighbouring ranks share; what a node sends to
+    another passes a token bucket of `bytes_per_s`. Returns how the link is made slow. Call it before anything else runs.
+
+    Raises RunError, the same on every rank, where the machine does not allow it.
+    """
+    if sys.platform != "linux" or not context.init.startswith("file://"):
+        raise RunError(
+            "nodes above 1 take Linux, and ranks that one caller started on this machine; choose nodes=1"
+        )
+    from torch.distributed import FileStore
+
+    store = FileStore(context.init.removeprefix("file://") + "-nodes", context.world)
+    store.set_timeout(timedelta(seconds=timeout_s))
+    per_node, switch = context.world // nodes, -1
+    node, place = divmod(context.rank, per_node)
+    if place == 0:
+        said = str(os.getpid())
+        try:
+            if context.rank == 0:
+                _system_call("unshare", CLONE_NEWNET)
+                switch = os.open(OWN, os.O_RDONLY)  # stays open: it is what keeps the bridge
+            _system_call("unshare", CLONE_NEWNET)
+        except OSError as error:
+            said = str(error.strerror)
+        store.set(f"node-{node}", said)
+    if context.rank == 0:
+        each = [store.get(f"node-{at}").decode() for at in range(nodes)]
+        store.set("built", _try_to_build(f"/proc/{os.getpid()}/fd/{switch}", each, shape(bytes_per_s)))
+    why = store.get("built").decode().removeprefix("yes")
+    if why:
+        raise RunError(
+            f"nodes={nodes} cannot be had here ({why}); run as root with iproute2, or choose nodes=1"
+        )
+    if place:
+        leader = os.open(f"/proc/{store.get(f'node-{node}').decode()}/ns/net", os.O_RDONLY)
+        _system_call("setns", leader, CLONE_NEWNET)
+        os.close(leader)
+    os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
+    return Link.how
+
+
+def _try_to_build(switch: str, each: Sequence[str], shaped: str = "") -> str:
+    """each: the pid of each process that has left the machine's network, or why it could not; shaped: the line for `tc` that slows
+    the link of each. Returns "yes" or why not."""
     refused = [said for said in each if not said.isdigit()]
     if refused:
         return refused[0]
     try:
         build(switch, [int(pid) for pid in each])
+        for pid in each if shaped else ():
+            with _inside(f"/proc/{pid}/ns/net"):
+                command("tc", shaped)
     except (OSError, RunError) as error:
         return str(error)
     return "yes"
