@@ -62,7 +62,7 @@ class Stand:
     def join(self, name: int) -> Played:
         replica = Played(self.service, name, self.took_s)
         self.replicas.append(replica)
-        self.service.joined(replica, {"name": name, "pid": 0})  # type: ignore[arg-type]  # it plays one
+        self.service.joined(replica, {"name": name, "pid": 0, "warm_up_s": 0.0})  # type: ignore[arg-type]  # it plays one
         return replica
 
     def ask(self, token: int, rows: int = 1, **more: Any) -> Any:

@@ -7,10 +7,13 @@ import importlib.util
 import itertools
 import json
 import os
+import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 import urllib.request
@@ -317,6 +320,66 @@ class TestStanding:
             spent = sum(sum(process.cpu_times()[:2]) for process in processes) - before
         assert spent / 2 < 0.02
 
+    def test_a_stopped_replica_is_ended_and_replaced_and_its_batch_is_done_by_another(self, tmp_path):
+        async def body(port):
+            asked = [exchange(port, post(infer(token=token))) for token in range(40)]
+            return await asyncio.wait_for(asyncio.gather(*asked), 60)
+
+        with Standing(tmp_path, replicas=2, max_wait_s=0.0) as service:
+            stuck = service.job.replicas[0].pid
+            os.kill(stuck, signal.SIGSTOP)
+            answers = asyncio.run(body(service.port))
+            until = time.monotonic() + 30
+            while (
+                psutil.pid_exists(stuck) or len(service.job.replicas) < 3 or not service.job.replicas[2].pid
+            ):
+                assert time.monotonic() < until, service.job.replicas
+                time.sleep(0.05)
+            assert service.job.replicas[0].lost
+            after = asyncio.run(body(service.port))
+        assert {status for status, _, _ in answers + after} == {200}
+        said = [json.loads(text)["parameters"] for _, _, text in answers]
+        again = [one for one in said if one["retries"]]
+        assert 1 <= len(again) <= 8  # the batch that hung
+        assert {one["replica"] for one in said} <= {1, 2}
+        kinds = [note["event"] for note in map(json.loads, (tmp_path / "events.jsonl").open()) if note.get("replica") == 0]  # fmt: skip
+        assert kinds == ["asked", "ready", "hung", "lost"]
+
+    def test_a_flood_that_mostly_disconnects_is_not_computed_and_harms_nobody_after_it(self, tmp_path):
+        """ray-project/ray#50046. The replica is stopped meanwhile, so that who waits and who runs is known."""
+        get = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
+
+        async def count(port, name):
+            _, _, text = await exchange(port, get)
+            return float(re.search(rf"^{re.escape(name)} (\S+)$", text.decode(), re.MULTILINE)[1])
+
+        async def wait_for(port, name, number):
+            while await count(port, name) != number:
+                await asyncio.sleep(0.01)
+
+        async def flood(port, pid):
+            ready = await exchange(port, post(infer()))
+            os.kill(pid, signal.SIGSTOP)
+            stay = [asyncio.ensure_future(exchange(port, post(infer(token=k)))) for k in range(20)]
+            await wait_for(port, "mlsyslab_queued_rows", 19)  # the first one runs, or would
+            leave = [asyncio.ensure_future(exchange(port, post(infer(token=k)))) for k in range(80)]
+            await wait_for(port, "mlsyslab_queued_rows", 99)
+            for one in leave:
+                one.cancel()  # closes its connection
+            await wait_for(port, 'mlsyslab_requests_total{outcome="cancelled"}', 80)
+            os.kill(pid, signal.SIGCONT)
+            answers = [ready, *await asyncio.gather(*stay)]
+            await asyncio.sleep(0.5)
+            calm = [await exchange(port, post(infer(token=k))) for k in range(40)]
+            return [status for status, _, _ in answers + calm], await count(port, "mlsyslab_batch_rows_sum")
+
+        # stall_s: a replica that is stopped for a while is not taken for one that hangs
+        with Standing(tmp_path, max_wait_s=0.0, admission=False, stall_at_s=1e4, stall_s=60.0) as service:
+            pid = service.job.replicas[0].pid
+            statuses, computed = asyncio.run(asyncio.wait_for(flood(service.port, pid), 50))
+        assert statuses == [200] * 61
+        assert computed == 61
+
     def test_a_busy_port_is_one_clear_error(self, tmp_path):
         with socket.create_server(("127.0.0.1", 0)) as taken:
             port = taken.getsockname()[1]
@@ -326,7 +389,9 @@ class TestStanding:
             ):
                 serve(Config(**SMALL), port=port, out=tmp_path)
 
-    def test_ctrl_c_on_the_command_drains_it(self, tmp_path):
+    def test_ctrl_c_on_the_command_drains_it_and_its_logs_go_with_it(self, monkeypatch):
+        short = tempfile.mkdtemp(prefix="t")  # tmp_path is too long for a socket's path
+        monkeypatch.setenv("TMPDIR", short)
         command = [
             sys.executable,
             "-m",
@@ -347,6 +412,8 @@ class TestStanding:
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does it: everybody hears it
         assert process.wait(20) == 0
         assert "draining" in process.stdout.read()
+        assert not list(Path(short).glob("mlsyslab-service-*"))
+        shutil.rmtree(short)
 
     def test_tritonclient_gets_the_answer_that_json_gets(self, tmp_path):
         client = pytest.importorskip("tritonclient.http", reason="tritonclient[http] is not installed")

@@ -87,6 +87,62 @@ class TestBatches:
         play(body)
 
 
+class TestHungReplicas:
+    def test_the_batch_of_one_that_hangs_is_done_by_another_and_a_new_one_is_asked_for(self, monkeypatch):
+        monkeypatch.setattr(service, "HUNG_S", 0.05)
+
+        async def body():
+            stand = Stand(Config(replicas=2, **NOW))
+            stand.ask(1)
+            stuck, other = sorted(stand.replicas, key=lambda replica: not replica.batches)
+            while not other.batches:
+                await asyncio.sleep(0.001)
+            other.finish()
+            assert (stuck.batches, other.batches, stuck.closed) == ([[1]], [[1]], True)
+            assert (stand.answers[1].status, stand.answers[1].retries) == (200, 1)
+            assert [said["op"] for said in stand.told[-3:]] == ["hung", "lost", "start"]
+            assert stand.told[-3]["name"] == stand.told[-2]["name"] == stuck.name
+
+        play(body)
+
+    def test_what_hangs_twice_is_answered_503(self, monkeypatch):
+        monkeypatch.setattr(service, "HUNG_S", 0.02)
+
+        async def body():
+            stand = Stand(Config(replicas=2, **NOW))
+            stand.ask(1)
+            while not stand.answers:
+                await asyncio.sleep(0.001)
+            assert stand.statuses() == {1: 503}
+            assert [replica.batches for replica in stand.replicas] == [[[1]], [[1]]]
+
+        play(body)
+
+    def test_nobody_watches_when_nothing_runs(self, monkeypatch):
+        monkeypatch.setattr(service, "HUNG_S", 0.02)
+
+        async def body():
+            stand = Stand(Config(**NOW))
+            stand.ask(1)
+            stand.replicas[0].finish()
+            while stand.service._watch:
+                await asyncio.sleep(0.001)
+            assert "hung" not in {said["op"] for said in stand.told}
+
+        play(body)
+
+    def test_slow_or_stopped_on_purpose_is_not_hung(self):
+        async def body():
+            paced = Config(paced=True, paced_base_s=2.0, paced_row_s=1.0)
+            assert Stand(paced).service.patience_s() >= service.HUNG_TIMES * 10.0
+            assert Stand(Config(stall_at_s=1.0, stall_s=50.0)).service.patience_s() >= 50.0 + service.HUNG_S
+            slow = Stand(Config()).service
+            slow.core.full_batch_s = 30.0  # as it was learnt
+            assert slow.patience_s() >= service.HUNG_TIMES * 30.0
+
+        play(body)
+
+
 class TestOneOutcomeEach:
     def test_a_request_past_its_deadline_is_answered_at_once_and_not_computed(self):
         async def body():

@@ -39,6 +39,10 @@ SERVING = """from mlsyslab import serving
 from mlsyslab.teach.explore import explore
 panel = explore(serving, serving.Config(max_batch=1, paced=True, paced_base_s=0.02, rate_per_s=200.0, duration_s=60.0))
 panel"""
+PARALLELISM = """from mlsyslab import parallelism
+from mlsyslab.teach.explore import explore
+panel = explore(parallelism, parallelism.Config(model="17M", strategy="ddp", ranks=2, batch=4, memory_cap_mb=250.0))
+panel"""
 GONE_WITHIN_S = 3.0
 NOTEBOOKS, THEMES = "@jupyterlab/notebook-extension:tracker", "@jupyterlab/apputils-extension:themes"
 READ = (".mls-title", ".mls-badge", ".mls-status", ".mls-table td", ".mls-small", ".mls-verdict li")
@@ -296,6 +300,30 @@ def test_the_serving_lab_shows_each_request_and_says_what_was_too_much(page: Any
     choose(page, "saturated", "replicas", "serving")
     wait_for_words(page, ".mls-status", "^The verdict is below")
     assert "saturated; where: replicas" in words(page, ".mls-verdict")
+
+
+def test_the_parallelism_lab_explains_memory_that_runs_out_and_applies_the_remedy(
+    page: Any, lab: Any
+) -> None:
+    show(page, lab, "parallelism.ipynb", PARALLELISM)
+    page.locator(".mls-predict-peak_bytes input").fill("300")
+    page.locator(".mls-predict-comm_bytes input").fill("70")
+    page.locator("button.mls-lock").click()
+    wait_enabled(page, "button.mls-run")
+    page.locator("button.mls-run").click()
+    wait_for_words(page, ".mls-status", "say what limits this run")
+    assert words(page, ".mls-error") == ""
+    choose(page, "memory", "every rank", "model code")
+    wait_for_words(page, ".mls-status", "^The verdict is below")
+    assert "memory (optimizer); where: every rank" in words(page, ".mls-verdict")
+    wait_enabled(page, "button.mls-apply")
+    page.locator("button.mls-apply").click()
+    wait_for_words(page, ".mls-panel", "peak of a rank went from .* kept")
+    wait_enabled(page, "button.mls-run")
+    page.wait_for_timeout(
+        1000
+    )  # a kernel that is shut down while it draws the last picture sends half a message
+    assert words(page, ".mls-error") == ""
 
 
 def test_a_kernel_restart_in_mid_run_leaves_no_rank_alive(page: Any, lab: Any) -> None:

@@ -68,6 +68,7 @@ def _less_memory(facts: Facts) -> tuple[Action, ...]:
                 name=f"{other.strategy}{recompute}",
                 says=f"split by {other.strategy}{recompute}: a peak of {peak / 1e6:.0f} MB predicted, under the cap of {cap / 1e6:.0f}",
                 change=changed(config, other),
+                step_s=Range.around(peak, 0.1, 0.1),
                 gain_frac=Range(
                     max(0.0, 1 - 1.1 * peak / needed), saved, max(saved, 1 - 0.9 * peak / needed)
                 ),

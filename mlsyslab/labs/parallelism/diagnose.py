@@ -40,7 +40,7 @@ def decide(facts: Facts) -> Diagnosis:
         where=_where(chosen, facts),
         owner=OWNER[chosen.cause],
         findings=(*fired, *besides),
-        evidence=evidence,
+        evidence=evidence if facts.oom is None else chosen.evidence,  # it never came to the figures of a step
         actions=actions,
         gain=actions[0].gain_frac if actions else None,
     )

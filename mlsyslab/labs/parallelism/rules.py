@@ -45,10 +45,11 @@ def _memory(facts: Facts) -> Finding | None:
     term, wanted = out_of_memory_term(facts), oom.get("wanted_bytes")
     state = (2 * FP32 + STATE_BYTES[config.optimizer]) * config.shape.params
     whole = largest(config.shape, facts.layout)
+    words = {"params": "parameters", "grads": "gradients", "optimizer": "optimizer's state"}
     more = "" if wanted is None else f" {format_value(float(wanted), 'bytes')} more"
     capped = "the device's memory" if cap is None else f"a cap of {format_value(float(cap), 'bytes')}"
     says = (
-        f"rank {oom['rank']} was refused{more} for {term} ({oom['phase']}) under {capped}, with "
+        f"rank {oom['rank']} was refused{more} for the {words.get(term, term)} under {capped}, with "
         f"{format_value(float(live['total']), 'bytes')} live; the whole step needs {format_value(whole.peak_bytes, 'bytes')}, predicted"
     )
     return Finding(

@@ -155,6 +155,10 @@ class Core:
             self._offer(replica, now)
         return batch
 
+    def oldest(self) -> ReplicaState | None:
+        """The replica whose batch has run for longest."""
+        return next(iter(self._running.values()), None)
+
     def answered(self, now: float, total_s: float) -> None:
         """An answer went out after total_s; the autoscaler's recent p95 is made of these."""
         if self.autoscaler:
@@ -196,8 +200,7 @@ class Core:
     def backlog(self, now: float) -> Backlog:
         """What stands before a new request. Constant time."""
         left_s = 0.0
-        if self._running and not self._free:
-            oldest = next(iter(self._running.values()))
+        if (oldest := self.oldest()) and not self._free:
             left_s = max(0.0, oldest.started_s + self.full_batch_s - now)
         return Backlog(self.batcher.rows, self._ready, self.batcher.max_batch, self.full_batch_s, left_s)
 

@@ -160,6 +160,12 @@ class ServingJob(launch.RankJob):
     def _on_retired(self, message: Message) -> None:
         self._gone(message, "retired")
 
+    def _on_hung(self, message: Message) -> None:
+        """It may be stopped, or at work for ever: it does not end by itself."""
+        self._event("hung", message["at_s"], replica=message["name"])
+        if process := self.children.alive.get(f"replica {message['name']}"):
+            process.stop()
+
     def _on_lost(self, message: Message) -> None:
         self.replicas[message["name"]].lost = True
         self._gone(message, "lost")

@@ -193,11 +193,6 @@ def _timeout_s(asked: Any) -> float:
     return asked * 1e-6 if asked else math.inf
 
 
-def error_body(message: str) -> bytes:
-    """The protocol's error object."""
-    return json.dumps({"error": message}).encode()
-
-
 _TIMES = '"queue_s":%.6f,"batch_wait_s":%.6f,"service_s":%.6f,"batch_size":%d,"replica":%d,"retries":%d'
 
 

@@ -87,6 +87,7 @@ class Replica:
         """Made in the loop that will run it."""
         service = Service(self.config, lambda **_: None)
         service.now = time.monotonic  # Ray's loop is uvloop, whose clock counts in whole milliseconds
+        service.watches = False  # whether a replica lives is Ray's to find out
         service.links[0] = Lane(service, self.model)  # type: ignore[assignment]  # it has send and close, and no socket
         service.core.add_replica(0, service.now())
         return service

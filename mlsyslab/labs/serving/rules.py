@@ -15,7 +15,6 @@ CLEAR_FRAC = 0.5  # of the missed requests that a cause must explain
 SEEN_FRAC = 0.1  # what explains less is not worth a finding
 FULL = 0.95  # of the saturation: from here on the queue is the load's own
 NEAR = 0.80  # of the saturation: the queue of a Poisson process is long already
-GROWS = 3.0  # times: a queue that is so much longer at the end does not stand
 BURSTY = 2.0  # variance over mean of the arrivals in short windows
 LOOSE = 0.85  # of a batch: less is filled though others wait
 

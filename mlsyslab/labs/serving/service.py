@@ -29,6 +29,10 @@ from mlsyslab.ranks import leave
 
 SCALE_EVERY_S = 0.25
 DRAIN_S = 10.0  # after this a drain gives up on what is left
+HUNG_S, HUNG_TIMES = (
+    5.0,
+    10.0,
+)  # a batch that takes longer than both, the latter in full batches, will not come back
 
 Done = Callable[[Answer], None]
 
@@ -89,6 +93,9 @@ class Service:
         self._timer: asyncio.TimerHandle | None = None
         self._armed_s = math.inf
         self._empty: asyncio.Future[None] | None = None
+        self.watches = True  # for replicas that hang
+        self._watch: asyncio.TimerHandle | None = None
+        self._slowest_s = config.paced_base_s + config.paced_row_s * config.max_batch if config.paced else 0.0
 
     async def open(self, folder: str) -> None:
         """Listen for replicas and ask for the first ones."""
@@ -141,6 +148,8 @@ class Service:
         for replica, batch in self.core.dispatch(now):
             self.links[replica.name].send(batch)
             self.batch_rows.observe(batch.rows)
+            if self.watches and self._watch is None:
+                self._watch = self.loop.call_later(self.patience_s(), self._look)
         due_s = self.core.due_s()
         if due_s != self._armed_s:
             if self._timer:
@@ -171,6 +180,7 @@ class Service:
             link.close()
             return
         self.tell(op="ready", at_s=now, **hello)
+        self._slowest_s = max(self._slowest_s, hello["warm_up_s"])  # it has run every size once
         self.core.ready(name, now)
         ready = sum(one.state == "ready" for one in self.core.replicas.values())
         if ready >= self.config.replicas:
@@ -211,7 +221,7 @@ class Service:
     def left(self, name: int) -> None:
         """A replica's line has ended: it was told to, or it died."""
         now = self.now()
-        del self.links[name]
+        self.links.pop(name, None)
         replica = self.core.replicas.get(name)
         if replica is None:
             return
@@ -223,6 +233,23 @@ class Service:
         if not (wanted or self.core.draining or self.config.autoscale):
             self._ask()
         self._step(now)
+
+    def patience_s(self) -> float:
+        """After this a batch is taken from its replica, which is then ended: longer than any that still runs would take."""
+        slowest_s = max(self._slowest_s, self.core.full_batch_s)
+        return max(HUNG_S, HUNG_TIMES * slowest_s) + self.config.stall_s  # a stall is not to be cut short
+
+    def _look(self) -> None:
+        """Give up the replicas that hang. There is a timer only while a batch runs, and one for all of them."""
+        self._watch, now = None, self.now()
+        while oldest := self.core.oldest():
+            left_s = oldest.started_s + self.patience_s() - now
+            if left_s > 0:
+                self._watch = self.loop.call_later(left_s, self._look)
+                return
+            self.tell(op="hung", name=oldest.name, at_s=now)
+            self.links[oldest.name].close()
+            self.left(oldest.name)
 
     def _scale(self) -> None:
         now = self.now()
