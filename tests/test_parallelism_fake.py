@@ -16,7 +16,7 @@ from mlsyslab.labs.parallelism.shapes import MODELS
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("name", "ranks", "seq", "checkpointing"),
-    [("7B", 8, 4096, True), ("70B", 64, 4096, True), ("7B", 8, 2048, False)],
+    [("7B", 8, 4096, True), ("70B", 64, 4096, True), ("7B", 8, 2048, False), ("7B", 1024, 4096, True)],
 )
 def test_published_models_hold_what_the_ledger_says(
     name: str, ranks: int, seq: int, checkpointing: bool

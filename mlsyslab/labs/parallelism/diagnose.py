@@ -70,7 +70,7 @@ def _nothing(facts: Facts, evidence: tuple[Evidence, ...], besides: tuple[Findin
     sent = max((held["comm_bytes"] for held in facts.memory.values()), default=None)
     reason = f"it fits: the largest rank peaks at {format_value(peak, 'bytes')} and sends {format_value(sent, 'bytes')} a step"
     if facts.crowded:
-        reason += f"; {facts.config.ranks} ranks share {facts.usable_cores:g} cores, so the step says nothing about speed"
+        reason += f"; {facts.config.ranks} ranks share {facts.shared}, so the step says nothing about speed"
     return Diagnosis(cause="healthy", reason=reason, evidence=evidence, findings=besides)
 
 

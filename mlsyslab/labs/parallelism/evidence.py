@@ -22,7 +22,8 @@ BYTES = ("params_bytes", "grads_bytes", "optimizer_bytes", "activations_bytes", 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
     """What the rules look at. memory: rank -> bytes by the names of BYTES. sent: rank -> its collectives. step_s, own_s,
-    wait_s: means over the steady steps, own and wait by rank; queue_frac: share of the step that ranks waited for a core. replay: a
+    wait_s: means over the steady steps, own and wait by rank; queue_frac: share of the step that ranks waited for a core. shared_device: several
+    ranks compute on one GPU, so no time is a device's own. replay: a
     pipeline's schedule played with the CPU seconds of its measured microbatches (simulated). stage_s: those seconds summed, by stage.
     link_s: seconds that the link between nodes needs for what crosses it in a step, by axis. oom: the note of the rank that ran out."""
 
@@ -37,6 +38,7 @@ class Facts:
     wait_s: Mapping[int, float]
     queue_frac: float | None
     usable_cores: float | None
+    shared_device: bool
     replay: Timeline | None
     stage_s: tuple[float, ...]
     link_s: Mapping[str, float]
@@ -49,8 +51,13 @@ class Facts:
 
     @property
     def crowded(self) -> bool:
-        """Whether the ranks outnumber the cores, so that waiting for another is often waiting for a core."""
-        return self.usable_cores is not None and self.config.ranks > self.usable_cores
+        """Whether the ranks outnumber what they compute on, so that waiting for another is often waiting for a turn."""
+        return self.shared_device or (self.usable_cores is not None and self.config.ranks > self.usable_cores)
+
+    @property
+    def shared(self) -> str:
+        """What crowded ranks share, in words."""
+        return "one GPU" if self.shared_device else f"{self.usable_cores:g} cores"
 
 
 def facts_of(run: Run) -> Facts:
@@ -87,6 +94,7 @@ def facts_of(run: Run) -> Facts:
         wait_s={int(str(rank)): float(value) for rank, value in mean["sync_s"].items()},
         queue_frac=None if queue is None else float(queue),
         usable_cores=(run.environment.get("limits") or {}).get("usable_cores") if _on_cpu(header) else None,
+        shared_device=bool(header.get("shared_device")),
         replay=replay,
         stage_s=stage_s,
         link_s=link_seconds(config, max(sent.values(), key=len, default=()), backend),

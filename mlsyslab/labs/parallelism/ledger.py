@@ -115,6 +115,7 @@ def ledger(model: Model, layout: Layout, *, stage: int = 0, fused: bool = False)
     layers, each = model.layers, size.kept if layout.checkpointing else size.layer
     saved = {"activations": layers * each + size.head, "copies": layers * size.copies + size.head_copy}
     starting = saved | {"activations": (layers - 1) * each + size.layer, "working": size.working}
+    middle = starting | {"activations": max(0, layers - 2) * each + size.layer}
     ending = {"activations": size.layer, "copies": size.copies, "working": size.working}
     # DDP's gradients are views of buckets that stay; the others come one by one, and go when the optimizer is done
     # (where several microbatches are accumulated they stay as well)
@@ -130,6 +131,7 @@ def ledger(model: Model, layout: Layout, *, stage: int = 0, fused: bool = False)
         "head backward": _sum(stay, saved, {"loss": size.softmax}, whole["head backward"]),
         "last layer": _sum(stay, starting, whole["last layer"]),
         "last layer done": _sum(stay, saved, {"activations": -size.layer - size.head if not layout.checkpointing else 0.0, "working": size.working}, whole["last layer done"]),
+        "a middle layer": _sum(stay, middle, whole["a middle layer"]),
         "first layer": _sum(base, ending, whole["first layer"]),
         "end of backward": _sum(base, whole["end of backward"]),
         "optimizer": base,
@@ -191,6 +193,7 @@ def _gathered(layout: Layout, units: list[tuple[int, ...]]) -> dict[str, dict[st
             "head backward",
             "last layer",
             "last layer done",
+            "a middle layer",
             "first layer",
             "end of backward",
         )
@@ -208,6 +211,10 @@ def _gathered(layout: Layout, units: list[tuple[int, ...]]) -> dict[str, dict[st
         "last layer done": {
             "unsharded": whole["unsharded"] + weight * (head + layer) + ahead,
             "buckets": ahead,
+        },
+        "a middle layer": {
+            "unsharded": whole["unsharded"] + weight * head + ahead,
+            "buckets": ahead + FP32 * layer,
         },
         "first layer": {"unsharded": weight * (rest + head + layer), "buckets": FP32 * layer + ahead},
         "end of backward": {"unsharded": 2 * weight * rest, "buckets": FP32 * rest},
