@@ -94,6 +94,19 @@ class TestMemory:
         (action,) = diagnose(write_run(tmp_path / "run", config, oom=note)).actions
         assert (action.name, action.change) == ("more ranks", {})
 
+    def test_without_a_cap_what_was_needed_is_the_bound(self, tmp_path: Path) -> None:
+        """As on a GPU that is full."""
+        config = Config(model="17M", strategy="ddp", ranks=2, batch=4)
+        action = diagnose(write_run(tmp_path / "run", config, oom={**self.NOTE, "cap_bytes": None})).actions[
+            0
+        ]
+        assert action.change == {"strategy": "fsdp"}
+
+    def test_uneven_stages_do_not_hide_the_other_splits(self, tmp_path: Path) -> None:
+        config = Config(model="17M", strategy="pp", ranks=2, batch=4, stage_split=(7, 1), memory_cap_mb=250.0)
+        actions = diagnose(write_run(tmp_path / "run", config, oom=self.NOTE)).actions
+        assert {"strategy": "fsdp", "stage_split": ()} in [dict(action.change) for action in actions]
+
     def test_a_refusal_of_a_pipeline_names_the_stage(self, tmp_path: Path) -> None:
         config = Config(model="17M", strategy="pp", ranks=2, batch=4, memory_cap_mb=100.0)
         assert diagnose(write_run(tmp_path / "run", config, oom=self.NOTE)).where == "stage 0"
@@ -135,7 +148,19 @@ class TestPipeline:
             verdict = diagnose(write_run(tmp_path / f"run{microbatches}", config, stage_s=(0.03, 0.09)))
             assert (verdict.cause, verdict.where) == ("imbalance", "stage 1")
             assert "6 of 8 layers" in verdict.reason
-            assert verdict.actions[0].change == {"stage_split": ()}
+            assert verdict.actions[0].change == {"stage_split": (4, 4)}
+
+    def test_a_last_stage_that_is_slow_by_its_head_gets_fewer_layers(self, tmp_path: Path) -> None:
+        config = self.at(ranks=4, microbatches=16)
+        verdict = diagnose(write_run(tmp_path / "run", config, stage_s=(0.06, 0.06, 0.06, 0.10)))
+        assert (verdict.cause, verdict.where) == ("imbalance", "stage 3")
+        assert verdict.actions[0].change == {"stage_split": (3, 2, 2, 1)}
+
+    def test_where_no_split_is_better_nothing_is_promised(self, tmp_path: Path) -> None:
+        config = self.at(model="1M", ranks=4, microbatches=16)  # a layer each
+        (action,) = diagnose(write_run(tmp_path / "run", config, stage_s=(0.06, 0.06, 0.06, 0.10))).actions
+        assert (action.change, action.gain_frac) == ({}, None)
+        assert "the machine of the slow stage" in action.says
 
     def test_promises_are_what_the_replayed_schedule_gains_on_cores_of_its_own(self, tmp_path: Path) -> None:
         config = self.at(stage_split=(2, 6), microbatches=16)
@@ -249,6 +274,21 @@ def test_what_a_split_does_besides_is_shown_with_its_remedy(
         else Config(model="4M", ranks=2)
     )
     assert diagnose(write_run(tmp_path / "plain", plain, sent=sent(plain), stage_s=stage_s)).findings == ()
+
+
+def test_where_activations_dominate_more_ranks_are_said_to_help_little(tmp_path: Path) -> None:
+    """As in pytorch#104589: FSDP on 4 and on 8 ranks, and memory hardly falls."""
+    config = Config(model="4M", ranks=2, batch=32)
+    held = {
+        "params_bytes": 8e6,
+        "grads_bytes": 8e6,
+        "optimizer_bytes": 16e6,
+        "activations_bytes": 140e6,
+        "peak_bytes": 170e6,
+    }
+    (finding,) = diagnose(write_run(tmp_path / "run", config, held=held, sent=sent(config))).findings
+    assert finding.rule == "more ranks will hardly help"
+    assert "model state is 19% of the peak" in finding.says
 
 
 def test_zero1s_surprise_has_its_factor(tmp_path: Path) -> None:

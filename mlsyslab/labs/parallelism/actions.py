@@ -55,18 +55,20 @@ def changed(before: Config, after: Config) -> dict[str, Any]:
 def _less_memory(facts: Facts) -> tuple[Action, ...]:
     """The simplest splits over the same ranks whose predicted peak fits."""
     config, needed = facts.config, failed_bytes(facts)
-    cap = (facts.oom or {}).get("cap_bytes")
+    cap = (facts.oom or {}).get(
+        "cap_bytes"
+    ) or needed  # of a device without a cap it is known that this was too much
     found = []
     for other in next_simpler(config):
         peak = largest(other.shape, layout_of(other)).peak_bytes
-        if cap is None or peak > ROOM * cap or not needed:
+        if not cap or not needed or peak > ROOM * cap:
             continue
         recompute = " with checkpointing" if other.checkpointing else ""
         saved = max(0.0, 1 - peak / needed)
         found.append(
             Action(
                 name=f"{other.strategy}{recompute}",
-                says=f"split by {other.strategy}{recompute}: a peak of {peak / 1e6:.0f} MB predicted, under the cap of {cap / 1e6:.0f}",
+                says=f"split by {other.strategy}{recompute}: a peak of {peak / 1e6:.0f} MB predicted, under {cap / 1e6:.0f}",
                 change=changed(config, other),
                 step_s=Range.around(peak, 0.1, 0.1),
                 gain_frac=Range(
@@ -82,11 +84,22 @@ def _less_memory(facts: Facts) -> tuple[Action, ...]:
     return tuple(found[:MOST_OFFERED])
 
 
+def _work(facts: Facts) -> tuple[float, list[float]]:
+    """Seconds of a layer in a step, and what each stage does besides: the head and the loss of the last, or a slow machine's excess."""
+    cut = stages(facts.config.shape, facts.layout)
+    calls_s = facts.layout.microbatches * LAYER_S
+    work = [max(0.0, seconds - layers * calls_s) for seconds, layers in zip(facts.stage_s, cut, strict=True)]
+    layer_s = min(seconds / layers for seconds, layers in zip(work, cut, strict=True))
+    return layer_s, [seconds - layers * layer_s for seconds, layers in zip(work, cut, strict=True)]
+
+
 def _replayed(facts: Facts, after: Config) -> float:
     """Seconds of the step when the measured seconds of a layer are played in another schedule."""
-    layout, layers = layout_of(after), after.shape.layers
-    work = max(0.0, sum(facts.stage_s) - facts.layout.microbatches * layers * LAYER_S)
-    each = [cut * (work / layers / layout.microbatches + LAYER_S) for cut in stages(after.shape, layout)]
+    layout, (layer_s, besides_s) = layout_of(after), _work(facts)
+    each = [
+        (layers * layer_s + more_s) / layout.microbatches + layers * LAYER_S
+        for layers, more_s in zip(stages(after.shape, layout), besides_s, strict=True)
+    ]
     third = [seconds / 3 for seconds in each]
     return play(orders(layout.schedule, layout.pp, layout.microbatches), third, [2 * s for s in third]).step_s
 
@@ -114,8 +127,16 @@ def _more_microbatches(facts: Facts) -> tuple[Action, ...]:
 
 
 def _even_stages(facts: Facts) -> tuple[Action, ...]:
-    after = replace(facts.config, stage_split=())
-    cut = stages(after.shape, layout_of(after))
+    """Layers so dealt that stages take equally long: one after the other to the stage that has least to do."""
+    config, (layer_s, besides_s) = facts.config, _work(facts)
+    cut = [1] * len(besides_s)
+    for _ in range(config.shape.layers - len(cut)):
+        least = min(range(len(cut)), key=lambda stage: cut[stage] * layer_s + besides_s[stage])
+        cut[least] += 1
+    after = replace(config, stage_split=tuple(cut))
+    if stages(after.shape, layout_of(after)) == stages(config.shape, facts.layout):
+        says = "no other split of the layers is more even: look at the machine of the slow stage, or give its head and loss a stage of their own"
+        return (Action(name="even stages", says=says),)
     return _promise(facts, after, "even stages", f"split the layers {', '.join(map(str, cut))}")
 
 

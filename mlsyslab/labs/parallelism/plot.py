@@ -192,7 +192,7 @@ def plans_plot(plans: Sequence[Plan]) -> Figure:
         left = 0.0
         for name, size in grouped(one.ledger).items():
             axes.barh(
-                place + 0.18,
+                place + 0.22,
                 size / 1e9,
                 0.36,
                 left,

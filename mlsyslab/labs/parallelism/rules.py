@@ -50,7 +50,7 @@ def _memory(facts: Facts) -> Finding | None:
     capped = "the device's memory" if cap is None else f"a cap of {format_value(float(cap), 'bytes')}"
     says = (
         f"rank {oom['rank']} was refused{more} for the {words.get(term, term)} under {capped}, with "
-        f"{format_value(float(live['total']), 'bytes')} live; the whole step needs {format_value(whole.peak_bytes, 'bytes')}, predicted"
+        f"{format_value(float(live['total']), 'bytes')} live; the whole step needs {format_value(whole.peak_bytes, 'bytes')}, predicted, of which {format_value(whole.state_bytes, 'bytes')} are model state"
     )
     return Finding(
         rule="memory",
@@ -185,6 +185,15 @@ def surprises(facts: Facts) -> tuple[Finding, ...]:
         note("ZeRO-1 sends more than DDP", f"ZeRO-1 sends {sent / ddp:.2g} times what DDP does: it all-reduces gradients, then broadcasts each updated parameter",
              (Evidence(name="sent", value=sent, unit="bytes"), Evidence(name="DDP would send", value=ddp, unit="bytes", origin="predicted")),
              "reduce-scatter the gradients instead (FSDP with reshard off)")  # fmt: skip
+    held = max(facts.memory.values(), key=lambda of: of["peak_bytes"], default={})
+    state = sum(held.get(name, 0.0) for name in ("params_bytes", "grads_bytes", "optimizer_bytes"))
+    if config.strategy == "fsdp" and held and held["peak_bytes"] > 3 * state:
+        twice = largest(
+            config.shape, replace(facts.layout, dp=2 * facts.layout.dp, batch=2 * facts.layout.batch)
+        ).peak_bytes
+        note("more ranks will hardly help", f"model state is {state / held['peak_bytes']:.0%} of the peak; with twice the ranks and sequences it would still be {format_value(twice, 'bytes')}",
+             (Evidence(name="peak", value=held["peak_bytes"], unit="bytes"), Evidence(name="peak with twice the ranks", value=twice, unit="bytes", origin="predicted")),
+             "checkpointing, shorter sequences, or fewer of them a rank: activations do not shrink with the ranks")  # fmt: skip
     if facts.layout.tp > 1 and config.tp_plan == "plain":
         counts = next(
             (
@@ -227,7 +236,7 @@ def next_simpler(config: Config) -> list[Config]:
     found = []
     for change in ladder:
         try:
-            found.append(replace(config, **{"checkpointing": False, **change}))  # type: ignore[arg-type]  # values of several fields
+            found.append(replace(config, **{"checkpointing": False, "stage_split": (), **change}))  # type: ignore[arg-type]  # values of several fields
         except ValueError:  # this model cannot be split so
             continue
     return [one for one in found if one != config]
