@@ -16,7 +16,7 @@ from mlsyslab.contract import ConfigError, LabError, RunError
 from mlsyslab.runs import open_run
 
 if TYPE_CHECKING:
-    from mlsyslab.labs import parallelism, serving, steptime, straggler
+    from mlsyslab.labs import parallelism, scaleup, serving, steptime, straggler
     from mlsyslab.timing import StepTimer
 
 __version__ = "0.1.0"
@@ -27,6 +27,7 @@ __all__ = [
     "StepTimer",
     "open_run",
     "parallelism",
+    "scaleup",
     "serving",
     "steptime",
     "straggler",
@@ -34,6 +35,7 @@ __all__ = [
 
 _LAZY = {
     "parallelism": ("mlsyslab.labs.parallelism", ""),
+    "scaleup": ("mlsyslab.labs.scaleup", ""),
     "serving": ("mlsyslab.labs.serving", ""),
     "steptime": ("mlsyslab.labs.steptime", ""),
     "straggler": ("mlsyslab.labs.straggler", ""),

@@ -24,7 +24,7 @@ from mlsyslab.contract import ConfigError, Diagnosis, LabError, Prediction, form
 from mlsyslab.options import add_arguments, config_from_arguments
 from mlsyslab.runs import Run, open_run
 
-LABS = ("steptime", "straggler", "parallelism", "serving")
+LABS = ("steptime", "straggler", "parallelism", "serving", "scaleup")
 POLL_S = 0.25
 
 

@@ -24,14 +24,15 @@ def start(
     faults: Sequence[Fault],
     out: str | Path | None,
     probe: bool,
+    expected: int | None = None,
 ) -> Run:
     """Start `worker` ("package.module:function") on a new run directory, one world after the other; returns at once.
 
-    config has at least `device` and `steps`. probe=False leaves the machine probe out where it is not cached.
+    config has at least `device` and `steps`. expected: records that will come, default one a step and rank. probe=False leaves the machine probe out where it is not cached.
     Raises ConfigError for a GPU that is not there, RunError where `out` cannot be written.
     """
     path, device, prepare = directory(
-        lab, config, expected=config.steps * sum(worlds), faults=faults, out=out, probe=probe
+        lab, config, expected=expected or config.steps * sum(worlds), faults=faults, out=out, probe=probe
     )
     payload = dataclasses.asdict(config)
     return Run(

@@ -124,6 +124,11 @@ class Run:
     def _tail(self, path: Path) -> list[dict[str, Any]]:
         return list(self._tails.setdefault(path, Tail(path)).read())
 
+    def rows(self) -> list[dict[str, Any]]:
+        """The records as they were written, without a table."""
+        self._read()
+        return list(self._steps)
+
     @property
     def records(self) -> pd.DataFrame:
         """A row for each rank and step, or for each request in the order of their outcomes; seconds, bytes. Empty while nothing has been recorded."""

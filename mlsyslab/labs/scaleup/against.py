@@ -1,0 +1,134 @@
+"""The questions that take a control: one worker at the same global batch. Pure."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mlsyslab.contract import Evidence
+from mlsyslab.labs.scaleup.answers import (
+    GATE_FRAC,
+    GATE_STEPS,
+    JUMP,
+    LOW_PRECISION_GATE_FRAC,
+    MATCH_FRAC,
+    STANDS_OUT,
+    Answer,
+    diverged,
+    is_worse,
+    place_of,
+    sixteen_bits,
+    wire_bits,
+)
+from mlsyslab.labs.scaleup.evidence import Facts
+
+
+def own_gradients(facts: Facts) -> Answer:
+    """Each rank's own gradient against that of the same samples in the control."""
+    gap = facts.rank_gap(3 * GATE_STEPS)
+    name = "a rank's own gradient apart from the control's, relative"
+    if gap is None or facts.large.draws:
+        return Answer(Evidence(name=name, value=None))
+    limit = LOW_PRECISION_GATE_FRAC if sixteen_bits(facts) else 3 * GATE_FRAC
+    if wire_bits(
+        facts.large
+    ):  # rounding of the reduction moves the weights, and with them every later gradient
+        limit = max(limit, LOW_PRECISION_GATE_FRAC)
+    # Rounding moves all ranks alike, and grows from step to step; a rank that computes something else stands out at once.
+    middle = np.sort(gap, axis=1)[:, [(gap.shape[1] - 1) // 2]]  # of two ranks the better one
+    before = np.concatenate([[1e-8], np.maximum.accumulate(gap.max(axis=1))[:-1]])
+    off = (gap > limit) & (gap > STANDS_OUT * middle) & (gap > JUMP * np.maximum(before, 1e-8)[:, None])
+    at = int(np.argmax(off.any(axis=1)))
+    figure = Evidence(name=name, value=float(gap[: GATE_STEPS].max(initial=0.0) if not off.any() else gap[at].max()),
+                      points_at="the rank whose first step differs", confused_with="weights that differ since an earlier step")  # fmt: skip
+    guilty = [r for r, is_off in zip(facts.large.ranks, off[at], strict=True) if is_off] if off.any() else []
+    if not guilty or len(guilty) == len(facts.large.ranks):
+        return Answer(figure)
+    assert facts.control is not None
+    j = facts.large.ranks.index(guilty[0])
+    ours, theirs = facts.large.get("local_probe")[at, j], facts.control.get("local_probe")[at, j]
+    factor = float(ours @ theirs / (theirs @ theirs))
+    if np.linalg.norm(ours - factor * theirs) < MATCH_FRAC * np.linalg.norm(theirs) * max(1.0, abs(factor)):
+        cause = "gradient missing" if abs(factor) < MATCH_FRAC else "gradient scaled wrongly"
+        says = f"in step {at} rank {guilty[0]} computes {factor:.3g} times the gradient that its samples give in the control"
+        return Answer(figure, cause, place_of(guilty), says)
+    says = f"in step {at} rank {guilty[0]} computes another gradient from the same samples and weights than the control, and no multiple of it"
+    return Answer(figure, "corrupted rank", place_of(guilty), says)
+
+
+def lone_norms(facts: Facts) -> Answer:
+    """Without a control: a rank whose own norm is off all the time, or in jumps."""
+    part = facts.large
+    name = "largest norm of a rank, times the others' middle"
+    if facts.control is not None or len(part.ranks) < 3 or not part.sees_local:
+        return Answer(Evidence(name=name, value=None))
+    norms = part.get("local_norm")[: 3 * GATE_STEPS]
+    ratio = norms / np.maximum(np.median(norms, axis=1, keepdims=True), 1e-30)
+    steady = np.nanmedian(ratio, axis=0)
+    j = int(np.argmax(np.abs(np.log(np.maximum(steady, 1e-6)))))
+    figure = Evidence(name=name, value=float(steady[j]), points_at="gradient scaled wrongly",
+                      confused_with="a shard with harder samples")  # fmt: skip
+    if steady[j] < 1e-3:
+        return Answer(
+            figure, "gradient missing", f"rank {part.ranks[j]}", f"rank {part.ranks[j]} computes zeros"
+        )
+    if steady[j] > 2 or steady[j] < 0.5:
+        says = f"rank {part.ranks[j]}'s own gradient has {steady[j]:.2g} times the norm of the others', step after step"
+        return Answer(figure, "gradient scaled wrongly", f"rank {part.ranks[j]}", says)
+    return Answer(figure)
+
+
+def normalisation(facts: Facts) -> Answer:
+    part, control = facts.large, facts.control
+    gap = facts.norm_gap(GATE_STEPS)
+    buffers = part.get("bn_crc")
+    name = "gradient norm apart from BatchNorm over the whole batch, relative"
+    if control is None or not np.isfinite(buffers).any() or len(part.ranks) == 1:
+        return Answer(Evidence(name=name, value=None))
+    each = part.batch // len(part.ranks)
+    value = float(gap.max(initial=0.0))
+    figure = Evidence(name=name, value=value, points_at="batchnorm statistics",
+                      confused_with="buffers that differ among ranks, which plain DDP always has")  # fmt: skip
+    if value < GATE_FRAC or not is_worse(part, control):
+        return Answer(figure)
+    says = f"with statistics of {each} samples on each rank the gradient norm is {value:.0%} off and the result worse than with those of all {part.batch}"
+    return Answer(figure, "batchnorm statistics", None, says)
+
+
+def same_curve(facts: Facts) -> Answer:
+    """The gate: the same global batch gives the same gradient norms in the first steps."""
+    gap = facts.norm_gap(GATE_STEPS)
+    name = f"gradient norm apart from the control's in {GATE_STEPS} steps, relative"
+    if facts.control is None or not len(gap):
+        return Answer(Evidence(name=name, value=None))
+    value = float(gap.max())
+    figure = Evidence(name=name, value=value, points_at="the system",
+                      confused_with="random draws, and low precision, which have wider bands")  # fmt: skip
+    coarse = sixteen_bits(facts) or wire_bits(facts.large)
+    limit = LOW_PRECISION_GATE_FRAC if coarse else GATE_FRAC
+    normed = np.isfinite(facts.large.get("bn_crc")).any()
+    if value < limit or facts.large.draws or normed or (diverged(facts.control) and not _jumps(gap, limit)):
+        return Answer(figure)
+    ratio = float(np.median(facts.large.norm[: len(gap)] / facts.control.norm[: len(gap)]))
+    if not facts.large.sees_local and abs(ratio - round(ratio)) < 1e-3 and round(ratio) > 1:
+        says = f"the gradient is {ratio:.0f} times the control's: a sum over the ranks, or over micro-batches, instead of a mean"
+        return Answer(
+            figure,
+            "unknown",
+            None,
+            says,
+            "record the ranks' own gradients: only summed micro-batches show in them",
+        )
+    says = f"at the same global batch the gradient norm differs by {value:.1%} within {GATE_STEPS} steps: something in the system changes the training"
+    return Answer(
+        figure,
+        "unknown",
+        None,
+        says,
+        "run both in float64, and with dropout and normalisation off: what is left is in the data or the reduction",
+    )
+
+
+def _jumps(gap: np.ndarray, limit: float) -> bool:
+    """Whether a difference above `limit` came at once. Training that is unstable amplifies rounding step by step."""
+    before = np.maximum(np.maximum.accumulate(gap)[:-1], 1e-8)
+    return bool(gap[0] > limit or ((gap[1:] > limit) & (gap[1:] > JUMP * before)).any())
