@@ -46,13 +46,13 @@ def cases(worlds: list[int], seeds: range) -> Iterator[tuple[str, scaleup.Config
             common = {"ranks": ranks, "seed": seed, "engine": engine}
             for cause in (*scaleup.OPTIMISER, *scaleup.SYSTEM):
                 yield cause, scaleup.config_for(cause, **common)  # type: ignore[arg-type]  # values of several fields
-            healthy = scaleup.config_for("healthy", **common)  # type: ignore[arg-type]
+            healthy = scaleup.config_for("healthy", **common)  # type: ignore[arg-type]  # values of several fields
             for name, change in HEALTHY.items():
                 yield name, dataclasses.replace(healthy, **change)
-            grown = scaleup.config_for("too few steps", **common)  # type: ignore[arg-type]
+            grown = scaleup.config_for("too few steps", **common)  # type: ignore[arg-type]  # values of several fields
             yield "healthy, scaled four times", dataclasses.replace(grown, cause="healthy")
-            summed = scaleup.config_for("sum instead of mean", **common)  # type: ignore[arg-type]
-            yield "sum instead of mean, AdamW", dataclasses.replace(summed, **ADAMW)  # type: ignore[arg-type]
+            summed = scaleup.config_for("sum instead of mean", **common)  # type: ignore[arg-type]  # values of several fields
+            yield "sum instead of mean, AdamW", dataclasses.replace(summed, **ADAMW)  # type: ignore[arg-type]  # values of several fields
 
 
 def one(name: str, config: scaleup.Config) -> dict[str, Any]:

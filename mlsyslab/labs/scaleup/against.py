@@ -78,6 +78,7 @@ def lone_norms(facts: Facts) -> Answer:
 
 
 def normalisation(facts: Facts) -> Answer:
+    """BatchNorm with the statistics of each rank, against those of the whole batch in the control."""
     part, control = facts.large, facts.control
     gap = facts.norm_gap(GATE_STEPS)
     buffers = part.get("bn_crc")
@@ -108,7 +109,7 @@ def same_curve(facts: Facts) -> Answer:
     normed = np.isfinite(facts.large.get("bn_crc")).any()
     if value < limit or facts.large.draws or normed or (diverged(facts.control) and not _jumps(gap, limit)):
         return Answer(figure)
-    ratio = float(np.median(facts.large.norm[: len(gap)] / facts.control.norm[: len(gap)]))
+    ratio = float(facts.large.norm[0] / facts.control.norm[0])  # later steps have other weights
     if not facts.large.sees_local and abs(ratio - round(ratio)) < 1e-3 and round(ratio) > 1:
         says = f"the gradient is {ratio:.0f} times the control's: a sum over the ranks, or over micro-batches, instead of a mean"
         return Answer(
@@ -117,6 +118,7 @@ def same_curve(facts: Facts) -> Answer:
             None,
             says,
             "record the ranks' own gradients: only summed micro-batches show in them",
+            "system",
         )
     says = f"at the same global batch the gradient norm differs by {value:.1%} within {GATE_STEPS} steps: something in the system changes the training"
     return Answer(
@@ -125,6 +127,7 @@ def same_curve(facts: Facts) -> Answer:
         None,
         says,
         "run both in float64, and with dropout and normalisation off: what is left is in the data or the reduction",
+        "system",
     )
 
 

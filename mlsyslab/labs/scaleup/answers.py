@@ -35,13 +35,14 @@ SEED_CAUSE = "seed shared by all ranks"
 class Answer:
     """A question's answer: its figure, and where something is wrong the cause, its place and a sentence.
 
-    experiment: what would separate the candidates, where the cause is "unknown"."""
+    experiment: what would separate the candidates, where the cause is "unknown"; bucket: what is known of it all the same."""
 
     figure: Evidence
     cause: str = ""
     where: str | None = None
     says: str = ""
     experiment: str = ""
+    bucket: str = ""
 
 
 def place_of(ranks: list[int]) -> str | None:
@@ -66,7 +67,7 @@ def sixteen_bits(facts: Facts) -> bool:
 
 def wire_bits(part: Part) -> bool:
     """Whether the reduced gradients came through float16."""
-    return float(np.nanmedian(part.get("fp16_frac")[:GATE_STEPS])) > 0.99
+    return part.middle("fp16_frac", GATE_STEPS) > 0.99
 
 
 def diverged(part: Part) -> bool:

@@ -46,7 +46,9 @@ def decide(facts: Facts) -> Diagnosis:
 def _verdict(facts: Facts, answer: Answer, found: Finding, evidence: tuple[Evidence, ...]) -> Diagnosis:
     if answer.cause == "unknown":
         reason = f"{answer.says}. To tell: {answer.experiment}"
-        return Diagnosis(cause="unknown", reason=reason, findings=(found,), evidence=evidence)
+        return Diagnosis(
+            cause="unknown", kind=answer.bucket, reason=reason, findings=(found,), evidence=evidence
+        )
     actions = actions_for(answer.cause, facts)
     return Diagnosis(
         cause=answer.cause,
@@ -82,7 +84,7 @@ def harmless(facts: Facts) -> tuple[Finding, ...]:
         figure = Evidence(name=name, value=value, unit=unit)
         found.append(Finding(rule=rule, cause="healthy", says=says, evidence=(figure,)))
 
-    if len(part.ranks) > 1 and float(np.nanmedian(part.get("fp16_frac")[:GATE_STEPS])) > 0.99:
+    if len(part.ranks) > 1 and part.middle("fp16_frac", GATE_STEPS) > 0.99:
         note("reduction in float16", "gradients are reduced in float16 and scaled well: harmless", "reduced gradients that fit float16", 1.0, "frac")  # fmt: skip
     buffers = part.get("bn_crc")[-1]
     if np.isfinite(buffers).all() and len(set(buffers.tolist())) > 1:

@@ -34,6 +34,12 @@ class Part:
         # The last step of a run that was stopped may lack ranks.
         self.rows = [by_step[s] for s in sorted(by_step) if len(by_step[s]) == len(self.ranks)]
         self.header = next((n for n in notes if n.get("kind") == "header"), {})
+        # Ranks that made a step with their own gradient alone, while others of their world did not make it.
+        world = int(self.header.get("world") or len(self.ranks))
+        self.alone = [
+            (step, rank) for step, found in sorted(by_step.items()) if len(found) < world
+            for rank, row in found.items() if row.get("probe") and row.get("probe") == row.get("local_probe")
+        ]  # fmt: skip
         self.evaluations = [n for n in notes if n.get("kind") == "val"]
         self.sharpness = [(int(n["step"]), float(n["value"])) for n in notes
                           if n.get("kind") == "sharpness" and n.get("value") is not None]  # fmt: skip
@@ -53,6 +59,12 @@ class Part:
             ]
             self._arrays[name] = np.array(values, dtype=float)
         return self._arrays[name]
+
+    def middle(self, name: str, steps: int) -> float:
+        """The median over the ranks of the first steps; NaN where nothing was recorded."""
+        known = self.get(name)[:steps]
+        known = known[np.isfinite(known)]
+        return float(np.median(known)) if known.size else float("nan")
 
     def ids(self, step: int, rank: int) -> list[int] | None:
         """The samples of a rank in a step, None where they were not written down."""
@@ -106,13 +118,15 @@ class Part:
     @property
     def draws(self) -> bool:
         """Whether the ranks draw random numbers in their steps (dropout, augmentation)."""
-        return self.steps > 0 and bool(np.nanmean(self.get("rng_used")) > 0.5)
+        return self.middle("rng_used", self.steps) > 0.5
 
     @property
     def sees_local(self) -> bool:
         """Whether gradients were seen before they were reduced: else both are the same on every rank."""
         if len(self.ranks) == 1:
             return True
+        if not np.isfinite(self.get("local_norm")).any():
+            return False
         same = np.array_equal(self.get("local_norm"), self.get("norm"), equal_nan=True)
         return not (same and self.spread("probe").max(initial=0.0) < 1e-12)
 
@@ -120,7 +134,8 @@ class Part:
         """How far the ranks' projections are apart in each step, relative to their size."""
         probes = self.get(name)
         middle = probes.mean(axis=1, keepdims=True)
-        apart = np.linalg.norm(probes - middle, axis=2).max(axis=1)
+        with np.errstate(invalid="ignore"):  # overflowed gradients have a check of their own
+            apart = np.linalg.norm(probes - middle, axis=2).max(axis=1)
         return _relative(apart, np.linalg.norm(middle[:, 0], axis=1))
 
 

@@ -70,6 +70,7 @@ def _skipped(facts: Facts, figure: Evidence) -> Answer:
 
 
 def another_order(facts: Facts) -> Answer:
+    """Whether the second epoch's steps hold the first epoch's samples."""
     part = facts.large
     hashes, epochs = part.get("ids_hash"), part.epochs
     first, second = (np.flatnonzero(epochs == e) for e in (0, 1))
@@ -87,6 +88,7 @@ def another_order(facts: Facts) -> Answer:
 
 
 def own_random_numbers(facts: Facts) -> Answer:
+    """Whether ranks that draw random numbers draw the same ones."""
     part = facts.large
     name = "steps in which all ranks draw the same random numbers"
     if len(part.ranks) == 1 or not part.draws:
@@ -106,6 +108,7 @@ def own_random_numbers(facts: Facts) -> Answer:
 
 
 def same_start(facts: Facts) -> Answer:
+    """Whether all ranks hold the same weights before the first step."""
     part = facts.large
     crcs = part.get("start_crc")[0]
     name = "different initial weights among the ranks"
@@ -121,6 +124,7 @@ def same_start(facts: Facts) -> Answer:
 
 
 def same_gradient(facts: Facts) -> Answer:
+    """Whether the optimizers of all ranks get the same gradient."""
     part = facts.large
     if len(part.ranks) == 1:
         return Answer(Evidence(name="ranks' gradients apart after the reduction, relative", value=None))
@@ -137,9 +141,18 @@ def same_gradient(facts: Facts) -> Answer:
 
 
 def same_weights(facts: Facts) -> Answer:
+    """Whether all ranks hold the same weights after each step; the rank that does not."""
     part = facts.large
     crcs = part.get("param_crc")
     name = "steps after which the ranks' weights differ"
+    if part.alone:
+        step, rank = part.alone[0]
+        figure = Evidence(name=name, value=1.0, unit="frac", points_at="parameters diverge")
+        says = (
+            f"rank {rank} made step {step} with its own gradient alone, while the others waited for it in the reduction: a parameter "
+            "that it did not use kept its gradients from being sent"
+        )
+        return Answer(figure, "parameters diverge", f"rank {rank}", says)
     if len(part.ranks) == 1 or not np.isfinite(crcs).all():
         return Answer(Evidence(name=name, value=None, unit="frac"))
     differ = (crcs != crcs[:, :1]).any(axis=1)

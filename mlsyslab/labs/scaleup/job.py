@@ -16,7 +16,7 @@ from mlsyslab.labs.scaleup.config import Config, learning_rate
 from mlsyslab.labs.scaleup.data import Batch, Tensors, batches
 from mlsyslab.labs.scaleup.inject import Wire, summed
 from mlsyslab.labs.scaleup.nets import build, evaluate, loss_sum, sharpness
-from mlsyslab.labs.scaleup.recorder import Recorder, flattened, watch
+from mlsyslab.labs.scaleup.recorder import LocalGradients, Recorder, flattened, watch
 
 KEPT_EPOCHS = 3  # of which every sample's id is written down; later ones keep their fingerprint
 SHARP_STEPS = (0, 8, 24, 64, 160, 400)  # of the small run, at which its sharpness is measured
@@ -172,11 +172,12 @@ class Part:
     def _touch(self, bucket: Any) -> None:
         self.replicas[0].wire.corrupt(bucket.buffer(), self.step)
 
-    def _send(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        """Reduce a bucket over the processes, with what is wrong in between."""
-        sent = self.replicas[0].wire.contribution(bucket.buffer())
+    def _send(self, bucket: Any, gradients: LocalGradients) -> torch.futures.Future[torch.Tensor]:
+        """Reduce the one bucket over the processes, with what is wrong in between. It is sent in the order of the parameters,
+        since DDP changes the bucket's order after the first step, and a stale gradient is of the step before."""
         dtype = bucket.buffer().dtype
-        return dist.all_reduce(sent, async_op=True).get_future().then(lambda done: done.value()[0].to(dtype))
+        work = dist.all_reduce(self.replicas[0].wire.contribution(gradients.flat), async_op=True)
+        return work.get_future().then(lambda done: gradients.in_order_of(bucket, done.value()[0]).to(dtype))
 
     def run(self) -> None:
         """All steps; an evaluation by rank 0 at the end of each epoch."""

@@ -11,6 +11,7 @@ from mlsyslab.labs.scaleup.evidence import Facts
 
 
 def schedule_by_samples(facts: Facts) -> Answer:
+    """Whether the learning rate follows the samples, as the small run's does."""
     name = "learning rate at the end, as a share of its peak, apart from the small run's"
     if facts.base is None or facts.base.steps < 2:
         return Answer(Evidence(name=name, value=None, unit="frac"))
@@ -32,6 +33,7 @@ def schedule_by_samples(facts: Facts) -> Answer:
 
 
 def enough_samples(facts: Facts) -> Answer:
+    """Whether the large run saw as many samples as the small run."""
     name = "samples seen, as a share of the small run's"
     if facts.base is None:
         return Answer(Evidence(name=name, value=None, unit="frac"))
@@ -50,6 +52,7 @@ def limit_of(lr: float) -> float:
 
 
 def stable(facts: Facts) -> Answer:
+    """Whether the loss climbed, and whether a warm-up would have kept it from that: by the sharpness."""
     part = facts.large
     peak = float(part.lr.max())
     limit = limit_of(peak)
@@ -64,7 +67,8 @@ def stable(facts: Facts) -> Answer:
     climbs = part.lr[0] < 0.9 * peak
     if at_start is None or soon is None:
         return Answer(figure, "unknown", None, "the loss climbed: no warm-up, or a learning rate that no warm-up helps",
-                      "measure the sharpness (largest Hessian eigenvalue) at the start and after some steps at the small learning rate")  # fmt: skip
+                      "measure the sharpness (largest Hessian eigenvalue) at the start and after some steps at the small learning rate",
+                      "optimiser" if facts.control else "")  # fmt: skip
     later = max(value for _, value in measured)
     if not climbs and at_start > limit > soon:
         says = (
@@ -81,6 +85,7 @@ def stable(facts: Facts) -> Answer:
 
 
 def rate_scaled(facts: Facts) -> Answer:
+    """Whether a worse run has a learning rate that did not grow with the batch, though it could."""
     name = "learning rate, as a multiple of the small run's"
     if facts.base is None or not facts.base.batch or facts.large.batch <= facts.base.batch:
         return Answer(Evidence(name=name, value=None))
@@ -99,6 +104,7 @@ def rate_scaled(facts: Facts) -> Answer:
 
 
 def critical_batch(facts: Facts) -> Answer:
+    """What is left where all is in order and the result is worse: larger batches that save no steps."""
     noise = facts.noise
     ratio = facts.large.batch / noise.batch if noise is not None and math.isfinite(noise.batch) else None
     figure = Evidence(name="batch, as a multiple of the gradient noise scale", value=ratio, points_at="beyond the critical batch",

@@ -20,6 +20,11 @@ PROSE: Mapping[str, Any] = {
 }  # fmt: skip
 
 
+def _pieces(per_rank: int) -> int:
+    """Micro-batches of at least two samples, as many as divide a rank's share, at most 16."""
+    return max(n for n in range(1, 17) if per_rank % n == 0 and (n == 1 or per_rank // n >= 2))
+
+
 def config_for(cause: str, *, ranks: int = 4, seed: int = 0, engine: str = "auto") -> Config:
     """A config that produces `cause` on `ranks` workers, of the kind whose behaviour was checked over seeds.
 
@@ -37,7 +42,7 @@ def config_for(cause: str, *, ranks: int = 4, seed: int = 0, engine: str = "auto
         "beyond the critical batch": {**SCALED, "gain": 1.0, "global_batch": 8192, "scaling": "sqrt"},
         "schedule counted in steps": {**SCALED, "global_batch": 1024, "schedule": "cosine"},
         "too few steps": {**SCALED, "global_batch": 1024},
-        "accumulation averaged per micro-batch": {**PROSE, "accumulate": max(1, min(16, 128 // ranks // 2))},
+        "accumulation averaged per micro-batch": {**PROSE, "accumulate": _pieces(128 // ranks)},
         "batchnorm statistics": {**SPLIT, "norm": "batch", "global_batch": 4 * ranks, "base_batch": 4 * ranks,
                                  "samples": 2048, "epochs": min(24, max(3, ranks)), "lr": 0.02},
         "seed shared by all ranks": {**SPLIT, "augment": 0.15},
@@ -46,7 +51,11 @@ def config_for(cause: str, *, ranks: int = 4, seed: int = 0, engine: str = "auto
         "fp16 underflow": {**SPLIT, "precision": "fp16", "loss_scale": UNDERFLOW_SCALE},
         "bf16 reduction": {**SPLIT, "wire": "bf16"},
     }  # fmt: skip
-    return Config(**{**special.get(cause, SPLIT), **who})
+    chosen = {**special.get(cause, SPLIT), **who}
+    whole = max(ranks, chosen["global_batch"] // ranks * ranks)  # 3 ranks take 255 instead of 256
+    if chosen["base_batch"] == chosen["global_batch"]:
+        chosen["base_batch"] = whole
+    return Config(**{**chosen, "global_batch": whole})
 
 
 PRESETS: Mapping[str, Config] = {

@@ -118,7 +118,7 @@ class Recorder:
             square = self._over_ranks(square)
         return {
             f"{prefix}norm": square**0.5,
-            f"{prefix}probe": self.probe(flat),
+            f"{prefix}probe": None if self.sharded else self.probe(flat),  # of shards they differ
             f"{prefix}nonfinite": 0 if math.isfinite(square) else int((~flat.isfinite()).sum()),
             f"{prefix}zero_frac": 1 - int(flat.count_nonzero()) / len(flat),
         }
@@ -180,9 +180,9 @@ class Recorder:
         if like is None and not self._reduced:  # the optimizer's step was left out, as a loss scaler does
             self.reduced()
         began = time.perf_counter()
-        local = self._local or {
-            f"local_{k}": v for k, v in self._reduced.items() if not k.endswith("16_frac")
-        }
+        local = self._local
+        if not local and not self.sharded:
+            local = {f"local_{k}": v for k, v in self._reduced.items() if not k.endswith("16_frac")}
         random = self._random()
         statistics = torch.cat([b.reshape(-1).float() for b in self.buffers]) if self.buffers else None
         self.shared = like.shared if like else {**self._reduced, **self._updated()}
@@ -222,8 +222,12 @@ class LocalGradients:
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
             self.flat[self.places[id(parameter)]] = gradient.reshape(-1).float()
 
+    def in_order_of(self, bucket: Any, flat: torch.Tensor) -> torch.Tensor:
+        """A vector in the order of the parameters, as the bucket has it."""
+        return torch.cat([flat[self.places[id(parameter)]] for parameter in bucket.parameters()])
 
-Send = Callable[[Any], "torch.futures.Future[torch.Tensor]"]
+
+Send = Callable[[Any, LocalGradients], "torch.futures.Future[torch.Tensor]"]
 
 
 def watch(
@@ -239,13 +243,13 @@ def watch(
         gradients.take(bucket)
         if bucket.is_last():
             recorder.local(gradients.flat, scale())
-        return send(bucket)
+        return send(bucket, gradients)
 
     hook.__annotations__.clear()  # torch compares them with its classes, and here they are text
     model.register_comm_hook(None, hook)  # type: ignore[operator]  # DDP's method, found through nn.Module
 
 
-def mean_over_ranks(bucket: Any) -> torch.futures.Future[torch.Tensor]:
+def mean_over_ranks(bucket: Any, _: LocalGradients) -> torch.futures.Future[torch.Tensor]:
     """What DDP does without a hook."""
     buffer = bucket.buffer().div_(dist.get_world_size())
     return dist.all_reduce(buffer, async_op=True).get_future().then(lambda done: done.value()[0])
@@ -309,7 +313,7 @@ class ScaleupRecorder:
             micro = sum(losses) / len(losses)
         self.stream.write(
             self.recorder.row(
-                loss=float(loss), ids=ids, keep_ids=True, part="large", epoch=epoch, samples=count, loss_scale=loss_scale,
+                loss=loss.item() if isinstance(loss, torch.Tensor) else float(loss), ids=ids, keep_ids=True, part="large", epoch=epoch, samples=count, loss_scale=loss_scale,
                 lr=float(self.optimizer.param_groups[0]["lr"]), tokens=None if tokens is None else sum(tokens),
                 loss_by_tokens=weighted, loss_by_micro=micro,
             )

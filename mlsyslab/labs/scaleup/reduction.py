@@ -23,6 +23,7 @@ from mlsyslab.labs.scaleup.evidence import Facts, Part
 
 
 def finite_values(facts: Facts) -> Answer:
+    """Whether a number format overflowed while the loss was sane."""
     part = facts.large
     local = np.asarray(part.get("local_nonfinite") > 0)
     bad = np.asarray(local.any(axis=1) | (part.get("nonfinite") > 0).any(axis=1))
@@ -44,9 +45,10 @@ def finite_values(facts: Facts) -> Answer:
 
 
 def small_gradients(facts: Facts) -> Answer:
+    """Whether gradients are rounded to zero, more of them than in the control."""
     part, control = facts.large, facts.control
-    zeros = float(np.nanmedian(part.get("local_zero_frac")[:5]))
-    normal = float(np.nanmedian(control.get("local_zero_frac")[:5])) if control is not None else None
+    zeros = part.middle("local_zero_frac", 5)
+    normal = control.middle("local_zero_frac", 5) if control is not None else None
     figure = Evidence(name="gradients that are zero, more than in the control" if normal is not None else "gradients that are zero",
                       value=zeros - (normal or 0.0), unit="frac", points_at="fp16 underflow",
                       confused_with="units that are dead, which later steps have as well")  # fmt: skip
@@ -58,9 +60,10 @@ def small_gradients(facts: Facts) -> Answer:
 
 
 def small_updates(facts: Facts) -> Answer:
+    """Whether updates are rounded away by the weights."""
     part = facts.large
-    lost = float(np.nanmedian(part.get("lost_frac")[:5]))
-    coarse = float(np.nanmedian(part.get("weight_bf16_frac")[:5]))
+    lost = part.middle("lost_frac", 5)
+    coarse = part.middle("weight_bf16_frac", 5)
     figure = Evidence(name="updates that change nothing", value=lost, unit="frac", points_at="bf16 weights",
                       confused_with="a learning rate near zero")  # fmt: skip
     if coarse < 0.99 or lost < LOST_FRAC:
@@ -72,11 +75,12 @@ def small_updates(facts: Facts) -> Answer:
 
 
 def coarse_reduction(facts: Facts) -> Answer:
+    """Whether gradients came through bfloat16."""
     part = facts.large
-    coarse = float(np.nanmedian(part.get("bf16_frac")[:GATE_STEPS]))
+    coarse = part.middle("bf16_frac", GATE_STEPS)
     figure = Evidence(name="reduced gradients that fit bfloat16", value=coarse, unit="frac", points_at="bf16 reduction",
                       confused_with="a reduction in float16, which keeps eight times more digits")  # fmt: skip
-    weights = float(np.nanmedian(part.get("weight_bf16_frac")[:GATE_STEPS]))
+    weights = part.middle("weight_bf16_frac", GATE_STEPS)
     if coarse < 0.99 or weights > 0.99 or len(part.ranks) == 1 or sixteen_bits(facts):
         return Answer(figure)
     says = "every element of the reduced gradient is a bfloat16 number: the ranks sum with three digits"
@@ -134,10 +138,12 @@ def _which_rank(part: Part, own: np.ndarray, excess: np.ndarray, off: np.ndarray
         figure, "unknown", None,
         f"in {len(steps)} steps the reduced gradient is not the mean of the ranks', and no one rank explains it",
         "reduce the same tensor twice, by all-reduce and by gathering and adding up on one rank: network and memory against code",
+        "system",
     )  # fmt: skip
 
 
 def by_tokens(facts: Facts) -> Answer:
+    """Whether the loss weighs micro-batches, or ranks, instead of tokens."""
     part = facts.large
     tokens, micro = part.get("tokens"), part.get("loss_by_micro").mean(axis=1)
     weighted, loss = (tokens * part.get("loss_by_tokens")).sum(axis=1) / tokens.sum(axis=1), part.loss
