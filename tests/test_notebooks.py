@@ -30,14 +30,17 @@ EXPECTED = (
     "notebooks/02_straggler",
     "notebooks/03_parallelism",
     "notebooks/04_serving",
+    "notebooks/05_scale_up",
     "exercises/01_step_time",
     "exercises/02_straggler",
     "exercises/03_parallelism",
     "exercises/04_serving",
+    "exercises/05_scale_up",
     "solutions/01_step_time",
     "solutions/02_straggler",
     "solutions/03_parallelism",
     "solutions/04_serving",
+    "solutions/05_scale_up",
 )
 TARGETS = build.targets()
 EXERCISES = [t for t in TARGETS if t.notebook.parent.name == "exercises"]

@@ -122,7 +122,8 @@ def compare(prediction: Prediction, run: Run, yours: Mapping[str, float] | None 
 def _quantity(key: str, lab: str) -> Quantity:
     """As in the panel, and a share says that it is one: `data_s` and `data_frac` would else share a label."""
     named = Quantity.named(key)
-    share = "share" if lab == "serving" else "share of the step"  # of requests, of time, of the saturation
+    # serving: of requests, of time, of the saturation
+    share = {"serving": "share", "scaleup": "share of the test set"}.get(lab, "share of the step")
     return replace(named, label=f"{named.label}, {share}") if key.endswith("_frac") else named
 
 
@@ -131,11 +132,10 @@ def _note(run: Run) -> str:
 
 
 def side_by_side(runs: Mapping[str, Run], lab: Any) -> Table:
-    """The evidence of several runs, a column each. `–`: no sensor on this machine."""
-    evidence = {
-        name: {e.name: e for e in (*lab.diagnose(run).evidence, *_counters(run))}
-        for name, run in runs.items()
-    }
+    """The evidence of several runs, a column each; of a lab whose verdict stops early, all that it could have asked. `–`: no
+    sensor on this machine."""
+    figures = getattr(lab, "chart", lambda run: lab.diagnose(run).evidence)
+    evidence = {name: {e.name: e for e in (*figures(run), *_counters(run))} for name, run in runs.items()}
     names = list(dict.fromkeys(name for found in evidence.values() for name in found))
     rows = [(name, *(_shown(found.get(name)) for found in evidence.values())) for name in names]
     origins = sorted({run.origin for run in runs.values()})

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mlsyslab.experiment import Mitigation
-from mlsyslab.labs.scaleup.answers import GATE_FRAC, GATE_STEPS
+from mlsyslab.labs.scaleup.answers import GATE_FRAC, GATE_STEPS, gate_steps
 from mlsyslab.labs.scaleup.compare import compare
 from mlsyslab.labs.scaleup.config import (
     CAUSES,
@@ -24,11 +24,11 @@ from mlsyslab.labs.scaleup.config import (
     bucket_of,
     learning_rate,
 )
-from mlsyslab.labs.scaleup.diagnose import diagnose, walk
+from mlsyslab.labs.scaleup.diagnose import chart, diagnose, walk
 from mlsyslab.labs.scaleup.evidence import facts_of
 from mlsyslab.labs.scaleup.measure import measure, mitigate, preset, start
 from mlsyslab.labs.scaleup.noise import noise_scale, samples_needed, steps_needed
-from mlsyslab.labs.scaleup.plot import live_plot, plot, sharpness_plot
+from mlsyslab.labs.scaleup.plot import clinic_plot, live_plot, plot, sharpness_plot
 from mlsyslab.labs.scaleup.predict import (
     PUBLISHED,
     RESNET50_TOP1,
@@ -71,6 +71,8 @@ __all__ = [
     "Mitigation",
     "ScaleupRecorder",
     "bucket_of",
+    "chart",
+    "clinic_plot",
     "compare",
     "config_for",
     "diagnose",
@@ -104,13 +106,14 @@ def __getattr__(name: str) -> Any:
 def summary(run: Run) -> dict[str, Any]:
     """Run.summary() of this lab: how the large run went, beside its control and the small run; None where one is absent.
 
-    norm_ratio: the first gradient norm over the control's; norm_gap: the largest relative difference in the first steps.
+    norm_ratio: the first gradient norm over the control's; norm_gap: the largest relative difference in the first 20 steps, or 5 where the
+    control diverges.
     acc_gap_frac: accuracy lost against the small run, or the control where that is the small run. noise_batch: the gradient
     noise scale in samples. record_frac: share of the steps' time that the records took.
     """
     facts = facts_of(run)
     large, control, reference = facts.large, facts.control, facts.base or facts.control
-    gap = facts.norm_gap(GATE_STEPS)
+    gap = facts.norm_gap(gate_steps(facts))
     accuracy = large.last("val_acc_frac")
     best = reference.last("val_acc_frac") if reference else None
     noise = facts.noise

@@ -6,6 +6,7 @@ import numpy as np
 
 from mlsyslab.contract import Evidence
 from mlsyslab.labs.scaleup.answers import (
+    ABRUPT_FRAC,
     GATE_FRAC,
     GATE_STEPS,
     JUMP,
@@ -13,10 +14,11 @@ from mlsyslab.labs.scaleup.answers import (
     MATCH_FRAC,
     STANDS_OUT,
     Answer,
-    diverged,
+    gate_steps,
     is_worse,
     place_of,
     sixteen_bits,
+    unstable,
     wire_bits,
 )
 from mlsyslab.labs.scaleup.evidence import Facts
@@ -24,19 +26,17 @@ from mlsyslab.labs.scaleup.evidence import Facts
 
 def own_gradients(facts: Facts) -> Answer:
     """Each rank's own gradient against that of the same samples in the control."""
-    gap = facts.rank_gap(3 * GATE_STEPS)
+    gap = facts.rank_gap(gate_steps(facts) if unstable(facts) else 3 * GATE_STEPS)
     name = "a rank's own gradient apart from the control's, relative"
-    if gap is None or facts.large.draws:
+    if gap is None or facts.large.draws or facts.large.skips:
         return Answer(Evidence(name=name, value=None))
-    limit = LOW_PRECISION_GATE_FRAC if sixteen_bits(facts) else 3 * GATE_FRAC
-    if wire_bits(
-        facts.large
-    ):  # rounding of the reduction moves the weights, and with them every later gradient
-        limit = max(limit, LOW_PRECISION_GATE_FRAC)
-    # Rounding moves all ranks alike, and grows from step to step; a rank that computes something else stands out at once.
+    limit = LOW_PRECISION_GATE_FRAC if sixteen_bits(facts) or wire_bits(facts.large) else 3 * GATE_FRAC
+    # Later steps begin with weights that differ by rounding, and a unit that is switched by it moves one rank's gradient
+    # alone; what grows step by step is rounding too.
+    limits = np.where(np.arange(len(gap)) == 0, limit, max(limit, ABRUPT_FRAC))[:, None]
     middle = np.sort(gap, axis=1)[:, [(gap.shape[1] - 1) // 2]]  # of two ranks the better one
-    before = np.concatenate([[1e-8], np.maximum.accumulate(gap.max(axis=1))[:-1]])
-    off = (gap > limit) & (gap > STANDS_OUT * middle) & (gap > JUMP * np.maximum(before, 1e-8)[:, None])
+    before = np.concatenate([[0.0], np.maximum.accumulate(gap.max(axis=1))[:-1]])[:, None]
+    off = (gap > limits) & (gap > STANDS_OUT * middle) & (gap > STANDS_OUT * before)
     at = int(np.argmax(off.any(axis=1)))
     figure = Evidence(name=name, value=float(gap[: GATE_STEPS].max(initial=0.0) if not off.any() else gap[at].max()),
                       points_at="the rank whose first step differs", confused_with="weights that differ since an earlier step")  # fmt: skip
@@ -107,7 +107,8 @@ def same_curve(facts: Facts) -> Answer:
     coarse = sixteen_bits(facts) or wire_bits(facts.large)
     limit = LOW_PRECISION_GATE_FRAC if coarse else GATE_FRAC
     normed = np.isfinite(facts.large.get("bn_crc")).any()
-    if value < limit or facts.large.draws or normed or (diverged(facts.control) and not _jumps(gap, limit)):
+    compared = not (facts.large.draws or facts.large.skips or normed)
+    if value < limit or not compared or (unstable(facts) and not _jumps(gap, limit)):
         return Answer(figure)
     ratio = float(facts.large.norm[0] / facts.control.norm[0])  # later steps have other weights
     if not facts.large.sees_local and abs(ratio - round(ratio)) < 1e-3 and round(ratio) > 1:

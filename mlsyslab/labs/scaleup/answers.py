@@ -12,6 +12,7 @@ from mlsyslab.contract import Evidence
 from mlsyslab.labs.scaleup.evidence import Facts, Part
 
 GATE_STEPS = 20
+UNSTABLE_STEPS = 5
 GATE_FRAC = (
     1e-5  # of the gradient norm in float32 (docs/log.md: clean runs stay below 1e-6, faults begin at 2e-3)
 )
@@ -26,8 +27,10 @@ WORSE_ACC = 0.02
 WORSE_LOSS = 0.10  # relative, where there is no accuracy
 SPIKE = 1.5  # times the first loss: training that is stable never climbs so far
 STANDS_OUT = 20.0  # times the middle rank's difference
+ABRUPT_FRAC = 0.05  # of a rank's gradient: a fault in a later step is larger, a switched unit's effect smaller (docs/log.md)
 JUMP = 1e3  # times the largest difference before: rounding that training amplifies grows by less from step to step
-STUCK = 0.9  # of the loss of a model that knows nothing
+STUCK = 0.45  # of the loss of a model that knows nothing: 1.04 with ten classes (docs/log.md)
+NOTHING_LEARNED = 0.9
 SEED_CAUSE = "seed shared by all ranks"
 
 
@@ -70,13 +73,24 @@ def wire_bits(part: Part) -> bool:
     return part.middle("fp16_frac", GATE_STEPS) > 0.99
 
 
-def diverged(part: Part) -> bool:
-    """Whether the loss climbed above what it began with, stayed where a model knows nothing, or is no number."""
+def diverged(part: Part, stuck: float = STUCK) -> bool:
+    """Whether the loss climbed above what it began with, stayed above `stuck` of that of a model that knows nothing, or is no
+    number."""
     loss = part.loss
     if not np.isfinite(loss).all():
         return True
     knows_nothing = min(float(loss[0]), part.header.get("chance_loss") or math.inf)
-    return bool(loss.max() > SPIKE * loss[0]) or part.final_loss() > STUCK * knows_nothing
+    return bool(loss.max() > SPIKE * loss[0]) or part.final_loss() > stuck * knows_nothing
+
+
+def unstable(facts: Facts) -> bool:
+    """Whether the control diverges, so that rounding is amplified step by step."""
+    return facts.control is not None and diverged(facts.control, NOTHING_LEARNED)
+
+
+def gate_steps(facts: Facts) -> int:
+    """Steps in which a run and its control must be equal: few where both diverge."""
+    return UNSTABLE_STEPS if unstable(facts) else GATE_STEPS
 
 
 def is_worse(part: Part, than: Part) -> bool:

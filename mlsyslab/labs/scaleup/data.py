@@ -23,7 +23,7 @@ TEST_SAMPLES = 4096
 NOISE = 0.15  # so that shifted copies are no duplicates; standard deviations
 MEAN, DEVIATION = 0.281, 0.400  # of all pixels of the training set, which is what the models see standardised
 CONTEXT = 6  # characters that predict the next one
-PARAGRAPH = (40, 200)  # shortest and longest paragraph in characters
+PARAGRAPH = (5, 200)  # shortest and longest paragraph in characters
 PAD = -100  # a target that counts for nothing, as torch's cross_entropy has it
 
 

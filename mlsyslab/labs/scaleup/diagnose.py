@@ -9,7 +9,7 @@ import numpy as np
 
 from mlsyslab.contract import Diagnosis, Evidence, Finding
 from mlsyslab.labs.scaleup.actions import actions_for
-from mlsyslab.labs.scaleup.answers import GATE_STEPS, Answer
+from mlsyslab.labs.scaleup.answers import GATE_STEPS, Answer, gate_steps
 from mlsyslab.labs.scaleup.config import SYSTEM, bucket_of
 from mlsyslab.labs.scaleup.evidence import Facts, facts_of
 from mlsyslab.labs.scaleup.rules import QUESTIONS, finding_of, owner_of
@@ -66,7 +66,7 @@ def _verdict(facts: Facts, answer: Answer, found: Finding, evidence: tuple[Evide
 def _all_well(facts: Facts) -> str:
     if facts.control is None:
         return "within this run nothing is wrong; whether its curve is the right one takes a control: one worker at the same global batch"
-    gap = facts.norm_gap(GATE_STEPS).max(initial=0.0)
+    gap = facts.norm_gap(gate_steps(facts)).max(initial=0.0)
     compared = (
         "its ranks draw random numbers of their own, so the curve is compared by its end alone"
         if facts.large.draws
@@ -105,6 +105,12 @@ def _padded(facts: Facts) -> int:
     ]
     twice = len(drawn) - len(set(drawn))
     return twice if twice < len(part.ranks) else 0
+
+
+def chart(run: Run, large: Run | None = None) -> list[Evidence]:
+    """Every figure of the procedure, whatever is wrong, and no verdict: what a blind run shows."""
+    facts = facts_of(run if large is None else large, None if large is None else run)
+    return [question.ask(facts).figure for question in QUESTIONS]
 
 
 def walk(run: Run, large: Run | None = None) -> list[tuple[str, Evidence, bool]]:

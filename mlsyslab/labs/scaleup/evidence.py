@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     Array = npt.NDArray[np.float64]
 
+SETTLED_STEPS = 60  # in which a loss scaler has found its scale
 SMOOTH_STEPS = 10  # the loss at the end is a mean over so many
 
 
@@ -119,6 +120,12 @@ class Part:
     def draws(self) -> bool:
         """Whether the ranks draw random numbers in their steps (dropout, augmentation)."""
         return self.middle("rng_used", self.steps) > 0.5
+
+    @property
+    def skips(self) -> bool:
+        """Whether a loss scaler left out one of the first steps, after which a run is a step behind any other."""
+        first = (self.get("nonfinite")[:SETTLED_STEPS] > 0) & (self.get("update_frac")[:SETTLED_STEPS] == 0)
+        return bool(first.any())
 
     @property
     def sees_local(self) -> bool:

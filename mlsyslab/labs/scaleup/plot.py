@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mlsyslab.contract import LabError, Prediction, RunError
-from mlsyslab.labs.scaleup.answers import GATE_FRAC, GATE_STEPS
+from mlsyslab.labs.scaleup.answers import GATE_FRAC, GATE_STEPS, gate_steps
 from mlsyslab.labs.scaleup.config import bucket_of
 from mlsyslab.labs.scaleup.diagnose import diagnose
 from mlsyslab.labs.scaleup.evidence import Facts, facts_of
@@ -72,7 +72,34 @@ def title_of(run: Run) -> str:
     return f"{head}: {verdict.cause}{where}"
 
 
-def _losses(axes: Axes, facts: Facts) -> list[str]:
+def clinic_plot(runs: Mapping[str, Run]) -> Figure:
+    """Several runs side by side, by name and without a verdict: losses above, gradient norms against the control below."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(**{**FIGURE, "figsize": (9.6, 5.2)})
+    grid = figure.subplots(2, len(runs), squeeze=False, height_ratios=(1.3, 1))
+    figure.subplots_adjust(left=0.075, right=0.985, top=0.87, bottom=0.16, wspace=0.30, hspace=0.62)
+    said = []
+    for column, (name, run) in enumerate(runs.items()):
+        facts = facts_of(run)
+        losses = _losses(grid[0, column], facts, legend=False)
+        gaps = _gaps(grid[1, column], facts)
+        grid[0, column].set_title(f"Run {name}", fontsize=11, fontweight="bold")
+        said.append(f"Run {name}: {'; '.join(losses)}; {gaps}")
+        if column:
+            grid[0, column].set_ylabel("")
+    shown = {
+        label.split(", ")[0] if label.startswith("large") else label: handle
+        for axes in grid[0]
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(shown.values(), shown.keys(), loc="lower center", ncols=3, fontsize=9, frameon=False)
+    figure.suptitle("What is wrong with each?", x=0.012, y=0.98, ha="left", fontsize=11, fontweight="bold")
+    figure.description = ". ".join(said) + "."  # type: ignore[attr-defined]  # read by lesson.show
+    return figure
+
+
+def _losses(axes: Axes, facts: Facts, *, legend: bool = True) -> list[str]:
     said = []
     parts = {"base": facts.base, "control": facts.control, "large": facts.large}
     size = facts.large.header.get("samples") or facts.large.seen_samples
@@ -92,7 +119,8 @@ def _losses(axes: Axes, facts: Facts) -> list[str]:
     axes.set_yscale("log")
     axes.set_xlabel("epochs", color=INK)
     axes.set_ylabel("training loss", color=INK)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=2, fontsize=8.5, frameon=False)
+    if legend:
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=2, fontsize=8.5, frameon=False)
     _plain(axes)
     return said
 
@@ -116,14 +144,15 @@ def _gaps(axes: Axes, facts: Facts) -> str:
         return "no control"
     axes.axhspan(FLOOR, GATE_FRAC, color="#009E73", alpha=0.12, linewidth=0)
     axes.axhline(GATE_FRAC, color="#009E73", linestyle="--", linewidth=1)
-    axes.text(0.98, FLOOR, "equal within rounding", transform=axes.get_yaxis_transform(), ha="right", va="bottom", fontsize=8.5, color=INK)  # fmt: skip
+    axes.text(0.98, 1e-7, "equal within rounding", transform=axes.get_yaxis_transform(), ha="right", va="center", fontsize=8.5, color=INK,
+              bbox={"facecolor": "white", "alpha": 0.7, "pad": 1, "linewidth": 0}, zorder=5)  # fmt: skip
     axes.plot(
         range(len(gap)), np.maximum(gap, FLOOR), "o-", color=STYLE["large"][0], markersize=3, linewidth=1
     )
     axes.set_yscale("log")
     axes.set_ylim(FLOOR / 2, max(10.0, float(gap.max()) * 3))
-    worst = float(gap[:GATE_STEPS].max())
-    return f"the gradient norm is within {worst:.1e} of the control's in the first {GATE_STEPS} steps"
+    many = gate_steps(facts)
+    return f"the gradient norm is within {gap[:many].max():.1e} of the control's in the first {many} steps"
 
 
 def _plain(axes: Axes) -> None:

@@ -15,14 +15,14 @@ SPLIT: Mapping[str, Any] = {
     "samples": 8192, "epochs": 3, "lr": 0.05, "gain": 1.0, "base_batch": 256, "global_batch": 256, "warmup_epochs": 0.0,
 }  # fmt: skip
 PROSE: Mapping[str, Any] = {
-    "samples": 2048, "epochs": 2, "lr": 0.05, "gain": 1.0, "task": "prose", "base_batch": 128, "global_batch": 128,
+    "samples": 1024, "epochs": 2, "lr": 0.05, "gain": 1.0, "task": "prose", "base_batch": 64, "global_batch": 64,
     "warmup_epochs": 0.0,
 }  # fmt: skip
 
 
 def _pieces(per_rank: int) -> int:
-    """Micro-batches of at least two samples, as many as divide a rank's share, at most 16."""
-    return max(n for n in range(1, 17) if per_rank % n == 0 and (n == 1 or per_rank // n >= 2))
+    """Micro-batches of a rank's share: as many as divide it, at most 16."""
+    return max(n for n in range(1, 17) if per_rank % n == 0)
 
 
 def config_for(cause: str, *, ranks: int = 4, seed: int = 0, engine: str = "auto") -> Config:
@@ -42,7 +42,7 @@ def config_for(cause: str, *, ranks: int = 4, seed: int = 0, engine: str = "auto
         "beyond the critical batch": {**SCALED, "gain": 1.0, "global_batch": 8192, "scaling": "sqrt"},
         "schedule counted in steps": {**SCALED, "global_batch": 1024, "schedule": "cosine"},
         "too few steps": {**SCALED, "global_batch": 1024},
-        "accumulation averaged per micro-batch": {**PROSE, "accumulate": _pieces(128 // ranks)},
+        "accumulation averaged per micro-batch": {**PROSE, "accumulate": _pieces(max(1, 64 // ranks))},
         "batchnorm statistics": {**SPLIT, "norm": "batch", "global_batch": 4 * ranks, "base_batch": 4 * ranks,
                                  "samples": 2048, "epochs": min(24, max(3, ranks)), "lr": 0.02},
         "seed shared by all ranks": {**SPLIT, "augment": 0.15},

@@ -50,7 +50,7 @@ def small_gradients(facts: Facts) -> Answer:
     zeros = part.middle("local_zero_frac", 5)
     normal = control.middle("local_zero_frac", 5) if control is not None else None
     figure = Evidence(name="gradients that are zero, more than in the control" if normal is not None else "gradients that are zero",
-                      value=zeros - (normal or 0.0), unit="frac", points_at="fp16 underflow",
+                      value=max(0.0, zeros - (normal or 0.0)), unit="frac", points_at="fp16 underflow",
                       confused_with="units that are dead, which later steps have as well")  # fmt: skip
     most = EXTRA_ZERO_FRAC if normal is not None else 0.5
     if not sixteen_bits(facts) or zeros - (normal or 0.0) < most:

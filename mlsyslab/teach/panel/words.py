@@ -63,6 +63,8 @@ class Quantity:
 
     def number(self, value: float) -> str:
         shown = value * self.scale
+        if not self.unit and 0 < abs(shown) < 0.005:  # a ratio or a difference, which may be rounding alone
+            return f"{shown:.0e}"
         digits = 0 if abs(shown) >= 99.5 or self.unit == "%" else 1 if abs(shown) >= 9.95 else 2
         return f"{shown:,.{digits}f}"
 
