@@ -72,6 +72,7 @@ def check(root: Path = ROOT, *, full: bool = False) -> list[Check]:
         _straggler(here),
         _parallelism(here),
         _serving(),
+        _scaleup(here),
     ]
 
 
@@ -248,6 +249,12 @@ def _parallelism(here: Mapping[str, Any]) -> Check:
     link = "nodes with a slow link" if nodes else "no nodes (root on Linux, with iproute2)"
     shared = f"; more than {here['usable_cores']:g} ranks share cores" if here.get("usable_cores") else ""
     return Check(name="parallelism", value=f"every split; {cap}; {link}{shared}")
+
+
+def _scaleup(here: Mapping[str, Any]) -> Check:
+    """How many ranks of the scale-up lab are processes here."""
+    cores = f", sharing {here['usable_cores']:g} cores" if here.get("usable_cores") else ""
+    return Check(name="scaleup", value=f"up to 8 ranks as processes{cores}; more, up to 64, in one process")
 
 
 def _serving() -> Check:

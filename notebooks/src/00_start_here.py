@@ -82,23 +82,24 @@ print(f"8 photographs, 2 workers: at least {batch_s / 2 * 1e3:.0f} ms")
 # pipeline and sharded parallelism trade simplicity against communication against memory. The worked example is a
 # model that almost fits one device, where sharding comes first.
 #
-# **4. Serving.** *Traffic comes in bursts and the 95th percentile has a target: design the service.*
+# **4. Serving (built).** *Traffic comes in bursts and the 95th percentile has a target: design the service.*
 # Batching, warm replicas, autoscaling, admission. The worked example is a batcher that waits at most 5 ms for at
 # most 8 requests, at 60 % of what one replica can do.
 #
-# **5. Scale-up (not built yet).** *Convergence gets worse with more workers: why?* Either the optimisation problem has
-# changed or the distributed system has. The worked example will be 8 workers with 256 samples each: a global batch
-# of 2048.
+# **5. Scale-up (built).** *Convergence gets worse with more workers: why?* Either the optimisation problem has
+# changed or the distributed system computes something else. The worked example is 8 workers with 256 samples each, a global batch
+# of 2048, beside one worker that takes the same 2048.
 #
 # The next cell lists what this version really has, so that this text cannot promise more than the library holds.
 
 # %%
-from mlsyslab import parallelism, serving, steptime, straggler
+from mlsyslab import parallelism, scaleup, serving, steptime, straggler
 
 print("built: steptime, with the presets", ", ".join(steptime.PRESETS))
 print("built: straggler, with the presets", ", ".join(straggler.PRESETS))
 print("built: parallelism, with the presets", ", ".join(parallelism.PRESETS))
 print("built: serving, with the presets", ", ".join(serving.PRESETS))
+print("built: scaleup, with the presets", ", ".join(scaleup.PRESETS))
 
 # %% [markdown]
 # A preset is a configuration with a known bottleneck. What makes it slow is real work or a real limit, so the true cause
@@ -118,8 +119,9 @@ print("built: serving, with the presets", ", ".join(serving.PRESETS))
 # | learn the second question | open [02_straggler.ipynb](02_straggler.ipynb) |
 # | learn the third question | open [03_parallelism.ipynb](03_parallelism.ipynb) |
 # | learn the fourth question | open [04_serving.ipynb](04_serving.ipynb) |
-# | check that you can do it alone | open the exercises to [step time](../exercises/01_step_time.ipynb), the [straggler](../exercises/02_straggler.ipynb), [parallelism](../exercises/03_parallelism.ipynb) and [serving](../exercises/04_serving.ipynb); one way to solve them is in the [solutions](../solutions/) |
-# | run an experiment without Jupyter | `mlsyslab steptime --preset worked_example`, or `mlsyslab straggler`, `mlsyslab parallelism` or `mlsyslab serving` with a preset |
+# | learn the fifth question | open [05_scale_up.ipynb](05_scale_up.ipynb) |
+# | check that you can do it alone | open the exercises to [step time](../exercises/01_step_time.ipynb), the [straggler](../exercises/02_straggler.ipynb), [parallelism](../exercises/03_parallelism.ipynb), [serving](../exercises/04_serving.ipynb) and [scale-up](../exercises/05_scale_up.ipynb); one way to solve them is in the [solutions](../solutions/) |
+# | run an experiment without Jupyter | `mlsyslab steptime --preset worked_example`, or `mlsyslab straggler`, `mlsyslab parallelism`, `mlsyslab serving` or `mlsyslab scaleup` with a preset |
 # | see what is wrong with the machine | `mlsyslab doctor` |
 # | run every test | `make test` |
 #

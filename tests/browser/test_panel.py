@@ -43,6 +43,10 @@ PARALLELISM = """from mlsyslab import parallelism
 from mlsyslab.teach.explore import explore
 panel = explore(parallelism, parallelism.Config(model="17M", strategy="ddp", ranks=2, batch=4, memory_cap_mb=250.0))
 panel"""
+SCALEUP = """from mlsyslab import scaleup
+from mlsyslab.teach.explore import explore
+panel = explore(scaleup, "quick")
+panel"""
 GONE_WITHIN_S = 3.0
 NOTEBOOKS, THEMES = "@jupyterlab/notebook-extension:tracker", "@jupyterlab/apputils-extension:themes"
 READ = (".mls-title", ".mls-badge", ".mls-status", ".mls-table td", ".mls-small", ".mls-verdict li")
@@ -323,6 +327,27 @@ def test_the_parallelism_lab_explains_memory_that_runs_out_and_applies_the_remed
     page.wait_for_timeout(
         1000
     )  # a kernel that is shut down while it draws the last picture sends half a message
+    assert words(page, ".mls-error") == ""
+
+
+def test_the_scaleup_lab_draws_its_curves_names_the_rank_and_repairs_it(page: Any, lab: Any) -> None:
+    show(page, lab, "scaleup.ipynb", SCALEUP)
+    page.locator(".mls-predict-norm_ratio input").fill("0.5")
+    page.locator(".mls-predict-acc_gap_frac input").fill("5")
+    page.locator("button.mls-lock").click()
+    wait_enabled(page, "button.mls-run")
+    page.locator("button.mls-run").click()
+    wait_for_words(page, ".mls-status", "say what limits this run")
+    assert words(page, ".mls-error") == ""
+    assert "large run" in page.locator("img.mls-live").get_attribute("alt")
+    choose(page, "gradient missing", "rank 1", "networking")
+    wait_for_words(page, ".mls-status", "^The verdict is below")
+    assert "gradient missing (system); where: rank 1" in words(page, ".mls-verdict")
+    wait_enabled(page, "button.mls-apply")
+    page.locator("button.mls-apply").click()
+    wait_for_words(page, ".mls-panel", "accuracy lost.* went from|test loss|first gradient norm.* went from")
+    wait_enabled(page, "button.mls-run")
+    page.wait_for_timeout(1000)  # as above
     assert words(page, ".mls-error") == ""
 
 

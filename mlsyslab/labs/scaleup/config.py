@@ -63,7 +63,7 @@ class Config:
     """One experiment: the same training at a small batch, on one worker at the large batch, and on `ranks` workers."""
 
     ranks: int = option(8, "workers of the large run", low=1, high=64)
-    batch_per_rank: int = option(256, "samples a worker takes each step", low=1, high=65_536, unit="samples")
+    batch_per_rank: int = option(256, "samples that a worker takes each step", low=1, high=65_536)
     lr: float = option(0.035, "learning rate of the small run", low=1e-8, high=100.0)
     scaling: str = option(
         "linear", "how the learning rate grows with the batch", choices=("none", "linear", "sqrt")

@@ -70,7 +70,7 @@ def _all_well(facts: Facts) -> str:
     compared = (
         "its ranks draw random numbers of their own, so the curve is compared by its end alone"
         if facts.large.draws
-        else f"its gradient norms are the control's within {gap:.0e}"
+        else f"its gradient norms are the control's {f'within {gap:.0e}' if gap else 'to the last bit'}"
     )
     against = ", and it ends as well as the small run" if facts.base is not None else ""
     return f"every sample is seen once, the ranks agree, {compared}{against}"

@@ -119,10 +119,12 @@ class Parts:
     def _choice(
         self, label: str, name: str, options: Sequence[str], label_width: str = "45px"
     ) -> widgets.Dropdown:
+        longest = 70 + round(6.6 * max(map(len, options), default=0))  # pixels; no word is cut
+        least = 175 if label_width == "45px" else 225
         choice = widgets.Dropdown(
             options=[CHOOSE, *options],
             description=label,
-            layout=widgets.Layout(width="175px" if label_width == "45px" else "225px"),
+            layout=widgets.Layout(width=f"{max(least, longest)}px"),
             style={"description_width": label_width},
         )
         choice.add_class(name)

@@ -62,7 +62,11 @@ class Round:
     def outcome(self, asked: Sequence[Quantity], after: Mapping[str, Any]) -> str:
         """The gain promised beside the gain that came."""
         action = self.action()
-        both = [q for q in [*asked, Quantity.named("step_s")] if q.key in after and q.key in self.measured]
+        offered = [*asked, Quantity.named("step_s")]
+        if action is not None:  # what the action promises first, where both runs have it
+            known = {quantity.key: quantity for quantity in offered}
+            offered.insert(0, known.get(action.figure, Quantity.named(action.figure)))
+        both = [q for q in offered if after.get(q.key) is not None and self.measured.get(q.key) is not None]
         if action is None or not both:
             return "nothing to compare"
         key = both[0].key

@@ -21,7 +21,7 @@ SHOWN = {
 }
 
 # Keys that say too little by themselves.
-LABELS = {"own_s": "own work", "slow_own_s": "own work, slowest rank"}
+LABELS = {"own_s": "own work", "slow_own_s": "own work, slowest rank", "val_loss": "test loss"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,8 @@ class Quantity:
         shown = value * self.scale
         if not self.unit and 0 < abs(shown) < 0.005:  # a ratio or a difference, which may be rounding alone
             return f"{shown:.0e}"
-        digits = 0 if abs(shown) >= 99.5 or self.unit == "%" else 1 if abs(shown) >= 9.95 else 2
+        whole = not self.unit and abs(shown) >= 1 and float(shown).is_integer()  # steps, counts
+        digits = 0 if whole or abs(shown) >= 99.5 or self.unit == "%" else 1 if abs(shown) >= 9.95 else 2
         return f"{shown:,.{digits}f}"
 
     def show_range(self, value: Range | None) -> str:
