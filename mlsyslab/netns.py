@@ -2,7 +2,7 @@
 
 Each rank (or node of several) leaves the machine's network for a namespace with one interface; its other end is a port of a bridge in a
 namespace that rank 0 keeps open. Nothing has a name outside: the kernel takes a namespace back, and every interface
-in it, when its last process has ended, however it ended. Nobody else on the machine sees any of it.
+in it, when its last process has ended, however it ended. So rank 0 leaves last (`leave_last`). Nobody else on the machine sees any of it.
 """
 
 from __future__ import annotations
@@ -106,6 +106,22 @@ def enter_node(context: RankContext, *, nodes: int, bytes_per_s: float, timeout_
         os.close(leader)
     os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
     return Link.how
+
+
+def leave_last(context: RankContext, *, timeout_s: float) -> None:
+    """To be called by every rank when its last collective is done, after `enter` or `enter_node` have moved them: rank 0, whose
+    process keeps the bridge, waits until all others are done. A rank that ended earlier would cut off those that still wait for a message.
+
+    It waits through a file, not through the network. Raises torch's DistStoreError when a rank does not come within `timeout_s`.
+    """
+    from torch.distributed import FileStore
+
+    store = FileStore(context.init.removeprefix("file://") + "-leaving", context.world)
+    store.set_timeout(timedelta(seconds=timeout_s))
+    store.set(f"rank-{context.rank}", "done")
+    if context.rank == 0:
+        for rank in range(context.world):
+            store.get(f"rank-{rank}")
 
 
 def _try_to_build(switch: str, each: Sequence[str], shaped: str = "") -> str:

@@ -100,3 +100,23 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+def exchange_without_rank_0(config: dict, out: Path) -> float | str:
+    """Ranks 1 and 2 still talk through the bridge a second after rank 0 has nothing more to do."""
+    from mlsyslab import netns
+    from mlsyslab.ranks import rank_context
+
+    context = rank_context()
+    why = netns.enter(context, timeout_s=20)
+    if why:
+        return why
+    context, torch, dist = _join(timeout_s=10.0)
+    pair = dist.new_group([1, 2])
+    total = torch.tensor([float(context.rank)])
+    dist.barrier()
+    if context.rank:
+        time.sleep(1.0)
+        dist.all_reduce(total, group=pair)
+    netns.leave_last(context, timeout_s=20)
+    return total.item()

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from mlsyslab import netns, straggler
+from mlsyslab import launch, netns, straggler
 from mlsyslab.contract import RunError
 from mlsyslab.labs.straggler import links
 from mlsyslab.labs.straggler.config import Config, acts
@@ -157,6 +157,13 @@ def test_where_one_rank_may_not_leave_all_delay_their_sends(
     assert all(note["no_veth"] for note in headers(run))
     verdict = straggler.diagnose(run)
     assert verdict.where == "rank 1" or "overloaded" in verdict.reason
+
+
+@pytest.mark.ranks
+@pytest.mark.skipif(bool(REFUSED), reason=f"no network namespaces here: {REFUSED}")
+def test_rank_0_that_keeps_the_bridge_leaves_last() -> None:
+    """Two ranks that still wait for each other when rank 0 has finished."""
+    assert launch.call("rank_workers:exchange_without_rank_0", {}, ranks=3, timeout_s=40) == [0.0, 3.0, 3.0]
 
 
 def test_ranks_that_torchrun_started_stay_in_their_network() -> None:

@@ -132,6 +132,10 @@ class Trainer:
             metered = step < max(config.warmup, SETTLED) or step == config.steps - 1
             self._step(step, metered=metered)
         self.notes.write({"kind": "end", "rank": self.context.rank, "world": config.ranks})
+        if config.nodes > 1:
+            from mlsyslab import netns
+
+            netns.leave_last(self.context, timeout_s=COLLECTIVE_TIMEOUT_S)
 
     def _step(self, step: int, *, metered: bool) -> None:
         config, job = self.config, self.job

@@ -213,6 +213,8 @@ class Trainer:
         kernel = hostlog.kernel_log(self.began_s) if self.context.local_rank == 0 else None
         self.notes.write({"kind": "host", "rank": self.rank, **host, "kernel": kernel})
         self.notes.write({"kind": "end", "rank": self.rank, "world": config.ranks})
+        if isinstance(self.link, netns.Link):
+            netns.leave_last(self.context, timeout_s=COLLECTIVE_TIMEOUT_S)
 
     def _check_links(self) -> None:
         """Each rank's link alone, in the state that it had in the steps of `links.turns`."""

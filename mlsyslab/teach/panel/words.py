@@ -65,7 +65,7 @@ class Quantity:
         shown = value * self.scale
         if not self.unit and 0 < abs(shown) < 0.005:  # a ratio or a difference, which may be rounding alone
             return f"{shown:.0e}"
-        whole = not self.unit and abs(shown) >= 1 and float(shown).is_integer()  # steps, counts
+        whole = not self.unit and abs(shown) >= 10 and float(shown).is_integer()  # steps, counts
         digits = 0 if whole or abs(shown) >= 99.5 or self.unit == "%" else 1 if abs(shown) >= 9.95 else 2
         return f"{shown:,.{digits}f}"
 
