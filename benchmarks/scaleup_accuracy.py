@@ -69,6 +69,7 @@ def one(name: str, config: scaleup.Config) -> dict[str, Any]:
         "true_cause": config.cause,
         "true_rank": config.fault_rank if name.split(",", maxsplit=1)[0] in scaleup_on_one_rank() else None,
         "cause": verdict.cause,
+        "bucket": verdict.kind or scaleup.bucket_of(verdict.cause),
         "where": verdict.where,
         "reason": verdict.reason,
         "run_s": ran_s,
@@ -94,7 +95,7 @@ def done_in(path: Path) -> dict[str, dict[str, Any]]:
 def score(rows: list[dict[str, Any]]) -> dict[str, float]:
     """The figures, as shares and counts."""
     named = [row for row in rows if row["cause"] not in ("healthy", "unknown")]
-    buckets = [scaleup.bucket_of(row["cause"]) == scaleup.bucket_of(row["true_cause"]) for row in rows]
+    buckets = [row["bucket"] == scaleup.bucket_of(row["true_cause"]) for row in rows]
     ranked = [row for row in rows if row["true_rank"] is not None and row["cause"] == row["true_cause"]]
     return {
         "runs": float(len(rows)),

@@ -6,19 +6,16 @@ import numpy as np
 
 from mlsyslab.contract import Evidence
 from mlsyslab.labs.scaleup.answers import (
-    ABRUPT_FRAC,
     GATE_FRAC,
     GATE_STEPS,
-    JUMP,
     LOW_PRECISION_GATE_FRAC,
     MATCH_FRAC,
     STANDS_OUT,
     Answer,
-    gate_steps,
     is_worse,
     place_of,
     sixteen_bits,
-    unstable,
+    switched_frac,
     wire_bits,
 )
 from mlsyslab.labs.scaleup.evidence import Facts
@@ -26,22 +23,25 @@ from mlsyslab.labs.scaleup.evidence import Facts
 
 def own_gradients(facts: Facts) -> Answer:
     """Each rank's own gradient against that of the same samples in the control."""
-    gap = facts.rank_gap(gate_steps(facts) if unstable(facts) else 3 * GATE_STEPS)
+    gap = facts.rank_gap(3 * GATE_STEPS)
     name = "a rank's own gradient apart from the control's, relative"
     if gap is None or facts.large.draws or facts.large.skips:
         return Answer(Evidence(name=name, value=None))
     limit = LOW_PRECISION_GATE_FRAC if sixteen_bits(facts) or wire_bits(facts.large) else 3 * GATE_FRAC
-    # Later steps begin with weights that differ by rounding, and a unit that is switched by it moves one rank's gradient
-    # alone; what grows step by step is rounding too.
-    limits = np.where(np.arange(len(gap)) == 0, limit, max(limit, ABRUPT_FRAC))[:, None]
-    middle = np.sort(gap, axis=1)[:, [(gap.shape[1] - 1) // 2]]  # of two ranks the better one
-    before = np.concatenate([[0.0], np.maximum.accumulate(gap.max(axis=1))[:-1]])[:, None]
-    off = (gap > limits) & (gap > STANDS_OUT * middle) & (gap > STANDS_OUT * before)
-    at = int(np.argmax(off.any(axis=1)))
-    figure = Evidence(name=name, value=float(gap[: GATE_STEPS].max(initial=0.0) if not off.any() else gap[at].max()),
+    # Only the first step that differs is judged: later ones begin with other weights. And after step 0 weights differ by rounding,
+    # which can switch a unit and so move one rank's gradient a little.
+    above = (gap > limit).any(axis=1)
+    at = int(np.argmax(above))
+    share = facts.large.batch / len(facts.large.ranks)
+    middle = np.sort(gap[at])[(gap.shape[1] - 1) // 2]  # of two ranks the better one
+    least = max(
+        limit, switched_frac(share) if at else 0.0, STANDS_OUT * max(middle, gap[:at].max(initial=0.0))
+    )
+    off = gap[at] > least
+    figure = Evidence(name=name, value=float(gap[at].max() if above.any() else gap.max(initial=0.0)),
                       points_at="the rank whose first step differs", confused_with="weights that differ since an earlier step")  # fmt: skip
-    guilty = [r for r, is_off in zip(facts.large.ranks, off[at], strict=True) if is_off] if off.any() else []
-    if not guilty or len(guilty) == len(facts.large.ranks):
+    guilty = [r for r, is_off in zip(facts.large.ranks, off, strict=True) if is_off]
+    if not above.any() or not guilty or len(guilty) == len(facts.large.ranks):
         return Answer(figure)
     assert facts.control is not None
     j = facts.large.ranks.index(guilty[0])
@@ -108,7 +108,8 @@ def same_curve(facts: Facts) -> Answer:
     limit = LOW_PRECISION_GATE_FRAC if coarse else GATE_FRAC
     normed = np.isfinite(facts.large.get("bn_crc")).any()
     compared = not (facts.large.draws or facts.large.skips or normed)
-    if value < limit or not compared or (unstable(facts) and not _jumps(gap, limit)):
+    at = int(np.argmax(gap > limit))
+    if value < limit or not compared or (at and gap[at] < switched_frac(facts.large.batch)):
         return Answer(figure)
     ratio = float(facts.large.norm[0] / facts.control.norm[0])  # later steps have other weights
     if not facts.large.sees_local and abs(ratio - round(ratio)) < 1e-3 and round(ratio) > 1:
@@ -130,9 +131,3 @@ def same_curve(facts: Facts) -> Answer:
         "run both in float64, and with dropout and normalisation off: what is left is in the data or the reduction",
         "system",
     )
-
-
-def _jumps(gap: np.ndarray, limit: float) -> bool:
-    """Whether a difference above `limit` came at once. Training that is unstable amplifies rounding step by step."""
-    before = np.maximum(np.maximum.accumulate(gap)[:-1], 1e-8)
-    return bool(gap[0] > limit or ((gap[1:] > limit) & (gap[1:] > JUMP * before)).any())

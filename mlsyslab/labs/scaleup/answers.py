@@ -27,8 +27,9 @@ WORSE_ACC = 0.02
 WORSE_LOSS = 0.10  # relative, where there is no accuracy
 SPIKE = 1.5  # times the first loss: training that is stable never climbs so far
 STANDS_OUT = 20.0  # times the middle rank's difference
-ABRUPT_FRAC = 0.05  # of a rank's gradient: a fault in a later step is larger, a switched unit's effect smaller (docs/log.md)
-JUMP = 1e3  # times the largest difference before: rounding that training amplifies grows by less from step to step
+SWITCHED_SAMPLES = (
+    0.5  # of a sample's gradient: what a unit that rounding has switched may move (docs/log.md)
+)
 STUCK = 0.45  # of the loss of a model that knows nothing: 1.04 with ten classes (docs/log.md)
 NOTHING_LEARNED = 0.9
 SEED_CAUSE = "seed shared by all ranks"
@@ -83,14 +84,15 @@ def diverged(part: Part, stuck: float = STUCK) -> bool:
     return bool(loss.max() > SPIKE * loss[0]) or part.final_loss() > stuck * knows_nothing
 
 
-def unstable(facts: Facts) -> bool:
-    """Whether the control diverges, so that rounding is amplified step by step."""
-    return facts.control is not None and diverged(facts.control, NOTHING_LEARNED)
-
-
 def gate_steps(facts: Facts) -> int:
-    """Steps in which a run and its control must be equal: few where both diverge."""
-    return UNSTABLE_STEPS if unstable(facts) else GATE_STEPS
+    """Steps in which a run and its control must be equal: few where both diverge, which amplifies rounding step by step."""
+    diverges = facts.control is not None and diverged(facts.control, NOTHING_LEARNED)
+    return UNSTABLE_STEPS if diverges else GATE_STEPS
+
+
+def switched_frac(samples: float) -> float:
+    """What one switched unit may move of a gradient over so many samples, relative; faults begin above it."""
+    return SWITCHED_SAMPLES / max(1.0, samples)
 
 
 def is_worse(part: Part, than: Part) -> bool:
