@@ -11,11 +11,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from scaleup_runs import SMALL, real_facts, small, virtual_facts
+from scaleup_runs import SMALL, facts_of_rows, real_facts, small, trained, virtual_facts
 
 from mlsyslab import RunError, launch, open_run, scaleup
 from mlsyslab.labs.scaleup.config import ON_ONE_RANK, SYSTEM
 from mlsyslab.labs.scaleup.diagnose import decide
+from mlsyslab.labs.scaleup.evidence import Part
 
 pytestmark = pytest.mark.ranks
 GATED = (
@@ -110,6 +111,34 @@ class TestWorkedExample:
         assert facts.base is not None
         assert facts.large.last("val_acc_frac") > facts.base.last("val_acc_frac") - 0.08
         assert decide(facts).cause in ("healthy", "beyond the critical batch")
+
+
+class TestOverSeeds:
+    """The configuration whose behaviour was checked over seeds; one worker at the large batch, which has no system to blame."""
+
+    def large(self, seed: int, warmup_epochs: float) -> Part:
+        config = scaleup.Config(
+            ranks=1, global_batch=2048, engine="virtual", seed=seed, warmup_epochs=warmup_epochs
+        )
+        return facts_of_rows(trained(config, ("large",)), config).large
+
+    def test_without_warm_up_at_least_three_of_five_end_where_a_guesser_would(self) -> None:
+        ends = [self.large(seed, 0.0).final_loss() for seed in range(5)]
+        assert sum(not end < 1.0 for end in ends) >= 3, ends
+
+    def test_warm_up_recovers_five_of_five(self) -> None:
+        accuracies = [self.large(seed, 5.0).last("val_acc_frac") for seed in range(5)]
+        assert min(accuracies) > 0.8, accuracies
+
+    def test_the_two_limits_are_apart(self) -> None:
+        """A stable rate at four times the batch is beyond the noise; the linear rate there is beyond the curvature."""
+        for cause in ("beyond the critical batch", "learning rate too high for the curvature"):
+            facts = virtual_facts(scaleup.config_for(cause, ranks=2, engine="virtual"))
+            assert facts.base is not None
+            soon = next(value for step, value in facts.base.sharpness if step >= 8)
+            over = soon > scaleup.sharpness_limit(float(facts.large.lr.max()))
+            assert over == (cause != "beyond the critical batch")
+            assert facts.large.batch > 4 * 500  # of a noise scale that is a few hundred
 
 
 class TestCases:
