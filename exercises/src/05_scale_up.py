@@ -202,27 +202,33 @@ checks.check_cases("5.4b", bias, counted.bias_cases(), tolerance=1e-6, hint=hint
 # | `control_gap` | difference of the gradient norm from one worker at the same global batch |
 # | `worse` | 1 if it ended worse than the small run |
 #
-# Write `verdict(signs, ranks)`: the **first** thing that is wrong, in the order of the table: `"samples duplicated"`, `"set_epoch forgotten"`,
-# `"ranks start with different weights"`, `"gradients not synchronised"`, `"sum instead of mean"` (`reduced_off` is `ranks - 1`, since the sum is
-# that much more than the mean), `"gradient missing"` (any other difference there), `"system"` (only the control differs), `"optimiser"` (all agree, and it
-# is worse), `"healthy"`.
+# Write `verdict(signs, ranks)`: the **first** of `CAUSES` that holds, else `"healthy"`. For a sum, `reduced_off` is `ranks - 1`, since the sum is that much
+# more than the mean; any other difference there is a gradient that is missing. `"system"` means that only the control differs, `"optimiser"` that all
+# agree and it ended worse.
+
+# %%
+CAUSES = [
+    "samples duplicated",
+    "set_epoch forgotten",
+    "ranks start with different weights",
+    "gradients not synchronised",
+    "sum instead of mean",
+    "gradient missing",
+    "system",
+    "optimiser",
+]
 
 
 # %% tags=["5.5"]
 def verdict(signs, ranks=4):
-    """The first thing that is wrong."""
+    """The first of CAUSES that holds, or "healthy"."""
     ### BEGIN SOLUTION
-    questions = [
-        (signs["repeated"] > 0.02, "samples duplicated"),
-        (signs["same_order"] > 0.5, "set_epoch forgotten"),
-        (signs["start_differs"] > 0, "ranks start with different weights"),
-        (signs["ranks_apart"] > 1e-5, "gradients not synchronised"),
-        (abs(signs["reduced_off"] - (ranks - 1)) < 0.01, "sum instead of mean"),
-        (signs["reduced_off"] > 1e-5, "gradient missing"),
-        (signs["control_gap"] > 1e-5, "system"),
-        (signs["worse"] > 0, "optimiser"),
-    ]
-    return next((cause for wrong, cause in questions if wrong), "healthy")
+    data = [signs["repeated"] > 0.02, signs["same_order"] > 0.5]
+    state = [signs["start_differs"] > 0, signs["ranks_apart"] > 1e-5]
+    summed = abs(signs["reduced_off"] - (ranks - 1)) < 0.01
+    rest = [signs[name] > 1e-5 for name in ("reduced_off", "control_gap", "worse")]
+    wrong = [*data, *state, summed, *rest]
+    return next((cause for cause, holds in zip(CAUSES, wrong, strict=True) if holds), "healthy")
     ### END SOLUTION
 
 

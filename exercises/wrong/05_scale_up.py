@@ -21,9 +21,9 @@ WRONG = [
     Wrong(exercise="5.4b", old="loss * count for", new="loss for", why="losses are not weighed"),
     Wrong(exercise="5.4b", old="(sum(losses) / len(losses) - right) / right", new="(right - sum(losses) / len(losses)) / right", why="the sign"),
     Wrong(exercise="5.5", old='signs["same_order"] > 0.5', new='signs["same_order"] > 1', why="an order that repeats is never seen"),
-    Wrong(exercise="5.5", old='(signs["ranks_apart"] > 1e-5, "gradients not synchronised"),', new="", why="gradients that differ are taken for a fault of the mean"),
+    Wrong(exercise="5.5", old='signs["ranks_apart"] > 1e-5', new="False", why="gradients that differ are taken for a fault of the mean"),
     Wrong(exercise="5.5", old="(ranks - 1)", new="ranks", why="the sum is ranks times the mean, and so ranks - 1 more than it"),
-    Wrong(exercise="5.5", old='signs["worse"] > 0', new='signs["worse"] >= 0', why="a healthy run is accused"),
+    Wrong(exercise="5.5", old="signs[name] > 1e-5 for", new="signs[name] >= 0 for", why="a healthy run is accused"),
     Wrong(exercise="5.5", old='signs["start_differs"] > 0', new='signs["start_differs"] > 9', why="the first cause is taken for its consequence"),
-    Wrong(exercise="5.5", old="for wrong, cause in questions if", new="for wrong, cause in reversed(questions) if", why="the last thing that is wrong, which is a consequence"),
+    Wrong(exercise="5.5", old="zip(CAUSES, wrong, strict=True)", new="reversed(list(zip(CAUSES, wrong, strict=True)))", why="the last thing that is wrong, which is a consequence"),
 ]  # fmt: skip

@@ -90,8 +90,11 @@ lesson.compare(scaleup.predict(run.config), run, panel.round.yours)
 # Choose in the panel and press **Check**, then run on.
 
 # %%
+# NBVAL_CHECK_OUTPUT
 verdict = scaleup.diagnose(run)
-print(verdict)
+print("cause:", verdict.cause, "| bucket:", verdict.kind, "| acts first:", verdict.owner)
+
+# %%
 print(verdict.reason)
 
 # %% [markdown]
@@ -169,14 +172,15 @@ for cause in ("learning rate not scaled", "schedule counted in steps", "too few 
 # ### Data: is every sample seen once?
 
 # %%
-data = {
-    "duplicated": scaleup.config_for("samples duplicated"),
-    "set_epoch": scaleup.config_for("set_epoch forgotten"),
-}
-runs = {name: scaleup.measure(config) for name, config in data.items()}
+# NBVAL_CHECK_OUTPUT
+faults = ("samples duplicated", "set_epoch forgotten")
+runs = {cause: scaleup.measure(scaleup.config_for(cause)) for cause in faults}
+for cause, one in runs.items():
+    print(f"{cause}: called {scaleup.diagnose(one).cause}")
+
+# %%
 for one in runs.values():
-    found = scaleup.diagnose(one)
-    print(f"{found.cause}: {found.reason}\n    {one.summary()['acc_gap_frac']:+.1%} accuracy lost")
+    print(f"{scaleup.diagnose(one).reason}\n    {one.summary()['acc_gap_frac']:+.1%} accuracy lost")
 
 # %% [markdown]
 # Without a distributed sampler all ranks draw the same: a batch of 64 in disguise. Without `set_epoch` each epoch repeats the first
