@@ -63,6 +63,24 @@ def healthy(config: dict[str, Any], out: Path) -> None:
     _loop(job, job["network"])
 
 
+def scaled_loss(config: dict[str, Any], out: Path) -> None:
+    """A GradScaler multiplies the loss; gradients are unscaled before the optimizer gets them."""
+    job = _job(out)
+    torch, optimizer = job["torch"], job["optimizer"]
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in range(12):
+        ids = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(step))[: 2 * BATCH]
+        mine = ids[BATCH * job["dist"].get_rank() :][:BATCH]
+        loss = ((job["network"](job["x"][mine]) - job["y"][mine]) ** 2).mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        job["recorder"].step(loss=loss, ids=mine, epoch=step, loss_scale=scaler.get_scale())
+        scaler.update()
+        optimizer.zero_grad()
+    job["recorder"].close()
+    job["dist"].barrier()
+
+
 def set_epoch_never_called(config: dict[str, Any], out: Path) -> None:
     """pytorch#31771"""
     job = _job(out)

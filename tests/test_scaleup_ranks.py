@@ -6,6 +6,8 @@ import contextlib
 import dataclasses
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -204,6 +206,14 @@ class TestLife:
         with pytest.raises(RunError, match="was killed by SIGKILL"):
             run.wait(60)
         assert scaleup.diagnose(open_run(run_dir)).cause == "healthy"
+
+    def test_the_same_worker_runs_under_torchrun(self, tmp_path: Path) -> None:
+        torchrun = Path(sys.executable).with_name("torchrun")
+        command = [torchrun, "--nproc-per-node", "2", "--standalone", "-m", "mlsyslab.labs.scaleup.worker", "--out", tmp_path / "run",
+                   "--preset", "missing", "--samples", "1024", "--epochs", "2"]  # fmt: skip
+        subprocess.run(command, check=True, timeout=120, capture_output=True)
+        found = scaleup.diagnose(open_run(tmp_path / "run"))
+        assert (found.cause, found.where) == ("gradient missing", "rank 1")
 
     def test_stop_ends_it_soon_and_keeps_what_was_recorded(self, run_dir: Path) -> None:
         config = dataclasses.replace(small("healthy", 4), epochs=2000)

@@ -144,6 +144,20 @@ class TestOneProcess:
         assert verdict.cause == "healthy"
         assert "control" in verdict.reason
 
+    def test_a_loop_that_gives_neither_ids_nor_size_is_judged_by_its_gradients(self, tmp_path: Path) -> None:
+        model = torch.nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        recorder = scaleup.ScaleupRecorder(model, optimizer, out=tmp_path / "run")
+        for step in range(3):
+            loss = (model(torch.full((2, 3), float(step + 1))) ** 2).mean()
+            loss.backward()
+            optimizer.step()
+            recorder.step(loss=loss)
+            optimizer.zero_grad()
+        verdict = scaleup.diagnose(open_run(tmp_path / "run"))
+        assert verdict.cause == "healthy"
+        assert open_run(tmp_path / "run").summary()["steps"] == 3
+
     def test_uneven_micro_batches_that_were_averaged_are_named(self, tmp_path: Path) -> None:
         """trl#2175, transformers#34191: the loss is the mean of means, although 10 and 30 tokens were counted."""
         for name, loss in (("wrong", 2.0), ("right", (10 * 1.0 + 30 * 3.0) / 40)):
@@ -180,6 +194,13 @@ class TestTwoProcesses:
             size = max(map(abs, mean))
             assert own[0]["probe"] == pytest.approx(mean, abs=1e-5 * size)
             assert own[0]["param_crc"] == own[1]["param_crc"]
+
+    def test_a_scaled_loss_is_taken_out_of_each_ranks_own_gradient(self, tmp_path: Path) -> None:
+        launch.Ranks("scaleup_cases:scaled_loss", {}, tmp_path, 2).wait(60)
+        rows = [row for row in open_run(tmp_path / "run").rows() if row["step"] == 0]
+        mean = [(a + b) / 2 for a, b in zip(*(row["local_probe"] for row in rows), strict=True)]
+        assert rows[0]["probe"] == pytest.approx(mean, rel=1e-4, abs=1e-5 * max(map(abs, mean)))
+        assert scaleup.diagnose(open_run(tmp_path / "run")).cause == "healthy"
 
     def test_a_hook_that_is_there_already_is_kept(self, tmp_path: Path) -> None:
         launch.call("scaleup_cases:own_hook", {}, ranks=2)

@@ -261,7 +261,7 @@ class ScaleupRecorder:
     model: a plain, DDP or FSDP2 module. optimizer: its steps are watched by hooks. out: a new run directory that all ranks
     share. dataset_size: samples of the whole data set, which tells whether some are skipped. Under DDP it takes the
     communication hook; a model that has one keeps it, and local gradients are then not recorded. A loss that is scaled (a
-    GradScaler): say `loss_scale=` in `step`. Raises ConfigError for a folder in use, or a model without gradients.
+    GradScaler): give `loss_scale=scaler.get_scale()`, from before `scaler.update()`, to `step`. Raises ConfigError for a folder in use, or a model without gradients.
     """
 
     def __init__(
@@ -281,7 +281,6 @@ class ScaleupRecorder:
             create_run("scaleup", config, out=path, truth=[], expected=0)
         if dist.is_initialized():
             dist.barrier()
-        self.scale = 1.0
         self.recorder = Recorder(model, rank=rank, world=world)
         self.stream = Stream(path / f"rank-{rank}.jsonl")
         self.stream.write(
@@ -290,7 +289,7 @@ class ScaleupRecorder:
         )  # fmt: skip
         if isinstance(model, nn.parallel.DistributedDataParallel):
             try:
-                watch(model, self.recorder, mean_over_ranks, lambda: self.scale)
+                watch(model, self.recorder, mean_over_ranks)
             except RuntimeError:
                 self.stream.write({"kind": "note", "rank": rank, "says": "DDP has a communication hook already: local gradients are not seen"})  # fmt: skip
         self.optimizer = optimizer
@@ -305,19 +304,21 @@ class ScaleupRecorder:
         loss: this rank's mean. ids: indices of its samples. tokens, losses: of each micro-batch of an accumulated step, the
         targets that count and their mean loss; they tell whether they were averaged rightly.
         """
-        self.scale = loss_scale
+        seen = bool(self.recorder._local)
         count = None if ids is None else len(ids)
         weighted = micro = None
         if tokens and losses:
             weighted = sum(t * v for t, v in zip(tokens, losses, strict=True)) / sum(tokens)
             micro = sum(losses) / len(losses)
-        self.stream.write(
-            self.recorder.row(
-                loss=loss.item() if isinstance(loss, torch.Tensor) else float(loss), ids=ids, keep_ids=True, part="large", epoch=epoch, samples=count, loss_scale=loss_scale,
-                lr=float(self.optimizer.param_groups[0]["lr"]), tokens=None if tokens is None else sum(tokens),
-                loss_by_tokens=weighted, loss_by_micro=micro,
-            )
+        row = self.recorder.row(
+            loss=loss.item() if isinstance(loss, torch.Tensor) else float(loss), ids=ids, keep_ids=True, part="large",
+            epoch=epoch, samples=count, loss_scale=loss_scale, lr=float(self.optimizer.param_groups[0]["lr"]),
+            tokens=None if tokens is None else sum(tokens), loss_by_tokens=weighted, loss_by_micro=micro,
         )  # fmt: skip
+        if seen and loss_scale != 1:  # the hook saw the scaled gradient, the optimizer got the other
+            row["local_norm"] /= loss_scale
+            row["local_probe"] = [value / loss_scale for value in row["local_probe"]]
+        self.stream.write(row)
 
     def close(self) -> None:
         """End the record; the optimizer is as before."""

@@ -74,7 +74,6 @@ def command_line(argv: list[str]) -> int:
         presets=PRESETS,
         faults_of=faults_of,
         train=train,
-        fixed={"global_batch": 0},
     )
 
 
