@@ -146,6 +146,20 @@ print(found.reason)
 # samples a step is worth: beyond the critical batch, gradients are exact already, and what counts is the number of steps. The noise scale comes for
 # free, from the ranks' own norms and the norm of their mean; take it as an order of magnitude. The sharpness does not predict it, nor the other way round.
 #
+# What does such a noise scale say about other batches? Steps to the same loss are 1 + critical / batch times the least (McCandlish 2018); predicted, as multiples:
+
+# %%
+critical_batch = critical.summary()["noise_batch"]
+for batch in (64, 256, 2048, 8192):
+    how = {"critical_batch": critical_batch, "least_steps": 1.0}
+    samples = scaleup.samples_needed(batch, **how) / scaleup.samples_needed(1, **how)
+    print(
+        f"batch {batch:5}: {scaleup.steps_needed(batch, **how):5.2f} x the least steps, {samples:5.2f} x the samples of batch 1"
+    )
+
+# %% [markdown]
+# Eight times the batch saves many steps at first, and nearly none in the end, while each costs eight times the samples: that is what "beyond the critical batch" means.
+#
 # Published runs show both ends of the same curve (ResNet-50 on ImageNet, linear rule with warm-up; README of dm-haiku's example):
 
 # %%

@@ -8,10 +8,14 @@ from mlsyslab.contract import Evidence
 from mlsyslab.labs.scaleup.answers import (
     GATE_FRAC,
     GATE_STEPS,
+    HALF_PRECISION_FRAC,
     LOW_PRECISION_GATE_FRAC,
     MATCH_FRAC,
     STANDS_OUT,
+    SWITCHED_FRAC,
+    UNSTABLE_FRAC,
     Answer,
+    gate_steps,
     is_worse,
     place_of,
     sixteen_bits,
@@ -23,20 +27,19 @@ from mlsyslab.labs.scaleup.evidence import Facts
 
 def own_gradients(facts: Facts) -> Answer:
     """Each rank's own gradient against that of the same samples in the control."""
-    gap = facts.rank_gap(3 * GATE_STEPS)
+    gap = facts.rank_gap(gate_steps(facts))
     name = "a rank's own gradient apart from the control's, relative"
     if gap is None or facts.large.draws or facts.large.skips:
         return Answer(Evidence(name=name, value=None))
-    limit = LOW_PRECISION_GATE_FRAC if sixteen_bits(facts) or wire_bits(facts.large) else 3 * GATE_FRAC
+    coarse = sixteen_bits(facts) or wire_bits(facts.large)
+    gap = gap[:1] if coarse else gap  # rounding in 16 bits moves all that follows
     # Only the first step that differs is judged: later ones begin with other weights. And after step 0 weights differ by rounding,
     # which can switch a unit and so move one rank's gradient a little.
+    limit = HALF_PRECISION_FRAC if sixteen_bits(facts) else 3 * GATE_FRAC
     above = (gap > limit).any(axis=1)
     at = int(np.argmax(above))
-    share = facts.large.batch / len(facts.large.ranks)
     middle = np.sort(gap[at])[(gap.shape[1] - 1) // 2]  # of two ranks the better one
-    least = max(
-        limit, switched_frac(share) if at else 0.0, STANDS_OUT * max(middle, gap[:at].max(initial=0.0))
-    )
+    least = max(limit, SWITCHED_FRAC if at else 0.0, STANDS_OUT * max(middle, gap[:at].max(initial=0.0)))
     off = gap[at] > least
     figure = Evidence(name=name, value=float(gap[at].max() if above.any() else gap.max(initial=0.0)),
                       points_at="the rank whose first step differs", confused_with="weights that differ since an earlier step")  # fmt: skip
@@ -97,8 +100,9 @@ def normalisation(facts: Facts) -> Answer:
 
 def same_curve(facts: Facts) -> Answer:
     """The gate: the same global batch gives the same gradient norms in the first steps."""
-    gap = facts.norm_gap(GATE_STEPS)
-    name = f"gradient norm apart from the control's in {GATE_STEPS} steps, relative"
+    many = gate_steps(facts)
+    gap = facts.norm_gap(many)
+    name = "gradient norm apart from the control's in the first steps, relative"
     if facts.control is None or not len(gap):
         return Answer(Evidence(name=name, value=None))
     value = float(gap.max())
@@ -109,7 +113,8 @@ def same_curve(facts: Facts) -> Answer:
     normed = np.isfinite(facts.large.get("bn_crc")).any()
     compared = not (facts.large.draws or facts.large.skips or normed)
     at = int(np.argmax(gap > limit))
-    if value < limit or not compared or (at and gap[at] < switched_frac(facts.large.batch)):
+    least = switched_frac(facts.large.batch) if many == GATE_STEPS else UNSTABLE_FRAC
+    if value < limit or not compared or (at and gap[at] < least):
         return Answer(figure)
     ratio = float(facts.large.norm[0] / facts.control.norm[0])  # later steps have other weights
     if not facts.large.sees_local and abs(ratio - round(ratio)) < 1e-3 and round(ratio) > 1:
@@ -122,7 +127,7 @@ def same_curve(facts: Facts) -> Answer:
             "record the ranks' own gradients: only summed micro-batches show in them",
             "system",
         )
-    says = f"at the same global batch the gradient norm differs by {value:.1%} within {GATE_STEPS} steps: something in the system changes the training"
+    says = f"at the same global batch the gradient norm differs by {value:.1%} within {many} steps: something in the system changes the training"
     return Answer(
         figure,
         "unknown",

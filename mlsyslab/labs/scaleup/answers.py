@@ -13,6 +13,9 @@ from mlsyslab.labs.scaleup.evidence import Facts, Part
 
 GATE_STEPS = 20
 UNSTABLE_STEPS = 5
+UNSTABLE_FRAC = (
+    1e-3  # at which a difference must begin where training diverges, which amplifies rounding at once
+)
 GATE_FRAC = (
     1e-5  # of the gradient norm in float32 (docs/log.md: clean runs stay below 1e-6, faults begin at 2e-3)
 )
@@ -23,10 +26,13 @@ MOST = 0.8  # share of the steps that a mechanism must explain
 DUPLICATE_FRAC = 0.02
 EXTRA_ZERO_FRAC = 0.05
 LOST_FRAC = 0.3
-WORSE_ACC = 0.02
+WORSE_ACC = 0.025
 WORSE_LOSS = 0.10  # relative, where there is no accuracy
 SPIKE = 1.5  # times the first loss: training that is stable never climbs so far
 STANDS_OUT = 20.0  # times the middle rank's difference
+HALF_PRECISION_FRAC = 0.2  # of a rank's first gradient in 16 bits
+# Of a rank's gradient: what switched units moved stayed below, 16 flipped bits began above (docs/log.md).
+SWITCHED_FRAC = 0.015
 SWITCHED_SAMPLES = (
     0.5  # of a sample's gradient: what a unit that rounding has switched may move (docs/log.md)
 )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
 from mlsyslab.contract import Evidence
 from mlsyslab.labs.scaleup.answers import Answer, diverged, is_worse
 from mlsyslab.labs.scaleup.config import MOMENTUM
@@ -46,6 +48,9 @@ def enough_samples(facts: Facts) -> Answer:
     return Answer(figure, "too few steps", None, says)
 
 
+SHARP = 2.0  # times the limit: sharp enough at the start to ruin a run whose loss does not climb
+
+
 def limit_of(lr: float) -> float:
     """The sharpness above which gradient descent with momentum is unstable: 2 (1 + momentum) / lr."""
     return 2 * (1 + MOMENTUM) / lr
@@ -61,10 +66,15 @@ def stable(facts: Facts) -> Answer:
     figure = Evidence(name="sharpness at the start, as a share of the limit 2 (1 + momentum) / lr",
                       value=None if at_start is None else at_start / limit, points_at="no warm-up",
                       confused_with="the critical batch, which is noise and not curvature")  # fmt: skip
-    if not diverged(part) or facts.base is None:
+    if facts.base is None:
         return Answer(figure)
     soon = next((value for step, value in measured if step >= 8), None)
     climbs = part.lr[0] < 0.9 * peak
+    rough = (
+        at_start is not None and soon is not None and not climbs and at_start > SHARP * limit > SHARP * soon
+    )
+    if not diverged(part) and not (rough and is_worse(part, facts.base)):
+        return Answer(figure)
     if at_start is None or soon is None:
         return Answer(figure, "unknown", None, "the loss climbed: no warm-up, or a learning rate that no warm-up helps",
                       "measure the sharpness (largest Hessian eigenvalue) at the start and after some steps at the small learning rate",
@@ -72,7 +82,7 @@ def stable(facts: Facts) -> Answer:
     later = max(value for _, value in measured)
     if not climbs and at_start > limit > soon:
         says = (
-            f"the loss climbed: at the start the sharpness is {at_start:.0f}, above the limit of {limit:.1f} at this learning rate; "
+            f"the first steps are unstable: at the start the sharpness is {at_start:.0f}, above the limit of {limit:.1f} at this learning rate; "
             f"after 8 gentle steps it is {soon:.0f}, below it. A warm-up gives it that time"
         )
         return Answer(figure, "no warm-up", None, says)
@@ -95,9 +105,9 @@ def rate_scaled(facts: Facts) -> Answer:
                       confused_with="a batch beyond the critical one, at which no learning rate makes up for the steps")  # fmt: skip
     if ratio > 0.75 * growth or not is_worse(facts.large, facts.base):
         return Answer(figure)
-    soon = next((value for step, value in facts.base.sharpness if step >= 8), None)
+    later = [value for step, value in facts.base.sharpness if step >= 8]
     linear = growth * float(facts.base.lr.max())
-    if soon is not None and soon > limit_of(linear):
+    if later and float(np.median(later)) > limit_of(linear):
         return Answer(figure)  # the linear rule is not to be had
     says = f"the batch grew {growth:.3g} times and the learning rate {ratio:.3g} times: steps are as short, and there are fewer of them"
     return Answer(figure, "learning rate not scaled", None, says)
